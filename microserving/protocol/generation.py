@@ -1,0 +1,88 @@
+"""What a generation is asked for and what it gives back, as every layer passes it on.
+
+Pure data: no JSON, no HTTP, no tokenizer. ``openai.py`` and ``microserving.py`` map the wire to these.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Literal
+
+FinishReason = Literal["stop", "length", "tool_calls", "preempt"]
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingParams:
+    """How the next token is chosen. Sampling is a pure function of (logits, these, seed, output position).
+
+    temperature 0 is greedy. top_p in (0, 1], top_k 0 = off, min_p in [0, 1]. presence_penalty and
+    frequency_penalty in [-2, 2] count output tokens (OpenAI); repetition_penalty > 0 counts prompt and output
+    (HF). logit_bias: token id -> additive bias in [-100, 100]. seed: 64-bit unsigned.
+    """
+
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    min_p: float = 0.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    logit_bias: Mapping[int, float] = field(default_factory=dict)
+    seed: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class StopParams:
+    """When a generation ends. max_tokens None = up to the context limit. stop_token_ids add to the model's EOS set."""
+
+    max_tokens: int | None = None
+    stop: tuple[str, ...] = ()
+    stop_token_ids: tuple[int, ...] = ()
+    ignore_eos: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class GenerationChunk:
+    """One piece of a generation's output, in order.
+
+    text: what may be shown now (may be empty when only token_ids or finish_reason matter; never holds half a code
+    point or half a stop string). token_ids: the tokens produced since the last chunk. finish_reason: set on the
+    last chunk only. prompt_tokens, completion_tokens: running totals, exact on the last chunk.
+    """
+
+    text: str
+    token_ids: tuple[int, ...] = ()
+    finish_reason: FinishReason | None = None
+    prompt_tokens: int = 0
+    completion_tokens: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class GenerationRequest:
+    """One prompt to continue. request_id is made by the server and unique among live requests of an engine."""
+
+    request_id: str
+    prompt_token_ids: tuple[int, ...]
+    sampling: SamplingParams
+    stop: StopParams
+
+
+@dataclass(frozen=True, slots=True)
+class RemoteSendResult:
+    """What one `remote_send` did. Durations in milliseconds.
+
+    prefill_ms: from the first step's begin to the last layer's compute end. transfer_ms: sum of the put times.
+    exposed_ms: how long the answer was later than it would have been without the transfer (the puts that no compute
+    hid, the hand-shakes with the receiver). layer_times: per step, per layer [put_begin, put_end, layer_end] in
+    nanoseconds since the first put began; only when asked for (debugging, tests).
+    """
+
+    tokens_computed: int
+    tokens_sent: int
+    bytes_sent: int
+    prefix_matched_length: int
+    prefill_ms: float
+    transfer_ms: float
+    exposed_ms: float
+    layer_times_ns: tuple[tuple[tuple[int, int, int], ...], ...] = ()

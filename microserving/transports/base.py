@@ -1,0 +1,115 @@
+"""The contract of a KV transport: one-sided writes into pages that the receiver reserved.
+
+Both ends of a hand-off follow the same small state machine (WIRE: "Reservations"):
+
+    receiver                                   sender
+    prep_recv: lease issued, pages reserved
+                                               connect(engine id, epoch)         -> Connection
+    begin(lease) granted or refused     <----  Connection.begin(lease)
+                                               puts into Connection.pool, layer by layer
+    finish(lease, ok) seen              <----  Connection.finish(lease, ok)
+    (or the connection closed: the writer is gone)
+
+After ``begin`` was granted the receiver must not give the lease's pages to anyone else until ``finish`` was seen or
+the connection closed: a cancelled write is not a fence. If the lease ends (abort, expiry) before ``begin``, its pages
+are free at once and a later ``begin`` is refused.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+
+@dataclass(frozen=True, slots=True)
+class Lease:
+    """Names one reservation at its receiver. lease_id is unique for the life of the receiver's process (epoch)."""
+
+    engine_id: str
+    epoch: str
+    request_id: str
+    lease_id: int
+
+
+@dataclass(frozen=True, slots=True)
+class RemotePool:
+    """Another engine's KV pool as mapped memory.
+
+    memory: uint8 [nbytes], writable. layout: the same page layout as ours but with its own page count.
+    Stays mapped as long as this object is referenced, even after the connection closed or the owner died.
+    """
+
+    memory: npt.NDArray[np.uint8]
+    total_pages: int
+
+
+class LeaseObserver(Protocol):
+    """The receiver's side: what the transport tells the owner of the reservations. Called from a transport thread."""
+
+    def begin_write(self, lease: Lease) -> bool:
+        """A writer wants to start. True = granted; the pages are the writer's until ``end_write``."""
+
+    def end_write(self, lease: Lease, ok: bool) -> None:
+        """The writer stopped. ok: every byte is in place. Also called (ok=False) when a writer vanished. Idempotent."""
+
+
+class Connection(ABC):
+    """A sender's link to one receiving engine (one epoch of it). Thread-safe; shared by all leases to that engine."""
+
+    @property
+    @abstractmethod
+    def pool(self) -> RemotePool:
+        """The receiver's pool."""
+
+    @property
+    @abstractmethod
+    def alive(self) -> bool:
+        """False once the receiver closed the link or its process ended."""
+
+    @abstractmethod
+    def begin(self, lease: Lease, timeout_s: float) -> None:
+        """Ask to write. Raises LeaseError when refused, TransferFailed when the receiver is gone or silent."""
+
+    @abstractmethod
+    def finish(self, lease: Lease, ok: bool, timeout_s: float) -> None:
+        """Tell the receiver that we stopped, and wait until it knows. Raises TransferFailed, LeaseError as ``begin``.
+
+        When ok, returning means that the receiver has counted every byte as arrived.
+        """
+
+    @abstractmethod
+    def close(self) -> None:
+        """Idempotent. The receiver treats leases begun here and not finished as failed."""
+
+
+class Transport(ABC):
+    """One engine's end. Created before the pool; ``close`` frees everything (idempotent)."""
+
+    name: str
+
+    @abstractmethod
+    def allocate(self, nbytes: int) -> npt.NDArray[np.uint8]:
+        """The memory of this engine's KV pool: uint8 [nbytes], zeroed, page-aligned. Called once.
+
+        Raises StartupError with the size when the memory cannot be had.
+        """
+
+    @abstractmethod
+    def serve(self, engine_id: str, epoch: str, total_pages: int, observer: LeaseObserver) -> None:
+        """Start to accept writers. Called once, after ``allocate``."""
+
+    @abstractmethod
+    def describe(self) -> Mapping[str, str | int]:
+        """What `/microserving/info` shows of this transport: public, no path, no secret."""
+
+    @abstractmethod
+    def connect(self, engine_id: str, epoch: str, timeout_s: float) -> Connection:
+        """Link to a receiver, or return the live link. Blocks. Raises TransferFailed."""
+
+    @abstractmethod
+    def close(self) -> None: ...
