@@ -1,0 +1,122 @@
+"""What goes into an engine and comes out of it besides generations: sends, reservations, load.
+
+Pure data. Who makes descriptors or HTTP answers of it is elsewhere (``engine/handoff.py``, ``server``).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from microserving.engine.runner import LayerTimes
+from microserving.transports.base import RemotePool
+
+
+@dataclass(frozen=True, slots=True)
+class SendJob:
+    """Compute ``prompt_token_ids[:end]`` and put the K/V of positions [begin, end) into another engine's pool.
+
+    slots: int32 [end - begin], the receiver's slot of each position. destination names the receiver (engine id and
+    epoch); the sends of one step share one ``pool`` object. The receiver granted the write before the job is submitted.
+    """
+
+    request_id: str
+    prompt_token_ids: tuple[int, ...]
+    begin: int
+    end: int
+    pool: RemotePool
+    destination: str
+    slots: npt.NDArray[np.int32]
+
+
+@dataclass(frozen=True, slots=True)
+class StepTimes:
+    """One step that worked on a send, in CLOCK_MONOTONIC nanoseconds.
+
+    begin_ns, end_ns: around the model's run. layers: None when the step put nothing (only positions below ``begin``).
+    """
+
+    begin_ns: int
+    end_ns: int
+    layers: LayerTimes | None
+
+
+@dataclass(frozen=True, slots=True)
+class SendDone:
+    """A send whose puts have all happened (the receiver does not know it yet).
+
+    tokens_computed counts a position again when it was recomputed after a preemption; tokens_sent is exactly
+    ``end - begin`` and bytes_sent its K/V over all layers. submitted_ns .. finished_ns (CLOCK_MONOTONIC) includes the
+    time in the queue; ``steps`` is empty when there was nothing to do.
+    """
+
+    tokens_computed: int
+    tokens_sent: int
+    bytes_sent: int
+    submitted_ns: int
+    finished_ns: int
+    steps: tuple[StepTimes, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Reservation:
+    """Pages reserved for the K/V of ``prompt[:end]``; the writer fills positions [prefix_matched_length, end).
+
+    slots: int32 [end - prefix_matched_length], this engine's slot (page * page_size + offset) of each position to be
+    written. lease_ttl_s: seconds from now until the lease expires unless it is renewed or written to.
+    """
+
+    request_id: str
+    lease_id: int
+    prompt_length: int
+    prefix_matched_length: int
+    end: int
+    slots: npt.NDArray[np.int32]
+    lease_ttl_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class Counters:
+    """Totals since the engine started; they only grow.
+
+    prompt_tokens_computed: prompt positions computed here, once per computation; recomputed_tokens: those of them
+    (and of output positions) that a preemption made this engine compute again. output_tokens: tokens sampled.
+    requests_finished: ending -> requests; the endings are ``stop``, ``length``, ``sent``, ``abort`` and ``error``.
+    """
+
+    prompt_tokens_computed: int
+    recomputed_tokens: int
+    output_tokens: int
+    tokens_sent: int
+    bytes_sent: int
+    tokens_received: int
+    requests_finished: Mapping[str, int]
+    aborts: int
+    preemptions: int
+    leases_expired: int
+
+
+@dataclass(frozen=True, slots=True)
+class LoadSnapshot:
+    """What the engine is doing now. ``free + cached + running + reserved + quarantined == total`` pages, always.
+
+    running, waiting: sequences (generations and sends). reserved: live leases. prefill_tokens_per_s and
+    decode_step_ms: moving averages over the last steps, 0.0 while there were none.
+    """
+
+    running: int
+    waiting: int
+    reserved: int
+    free_pages: int
+    cached_pages: int
+    running_pages: int
+    reserved_pages: int
+    quarantined_pages: int
+    total_pages: int
+    queued_prefill_tokens: int
+    prefill_tokens_per_s: float
+    decode_step_ms: float
+    counters: Counters
