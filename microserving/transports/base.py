@@ -54,8 +54,12 @@ class LeaseObserver(Protocol):
     def begin_write(self, lease: Lease) -> bool:
         """A writer wants to start. True = granted; the pages are the writer's until ``end_write``."""
 
-    def end_write(self, lease: Lease, ok: bool) -> None:
-        """The writer stopped. ok: every byte is in place. Also called (ok=False) when a writer vanished. Idempotent."""
+    def end_write(self, lease: Lease, ok: bool) -> bool:
+        """The writer stopped. ok: every byte is in place. Also called (ok=False) when a writer vanished. Idempotent.
+
+        True = the bytes count as arrived. False when not ok, or when the lease had ended meanwhile (abort, expiry):
+        the writer's ``finish`` then raises LeaseError.
+        """
 
 
 class Connection(ABC):
