@@ -1,0 +1,1 @@
+"""Independent, slow and plain implementations that tests compare against."""
