@@ -1,0 +1,164 @@
+"""JSON request bodies: strict parsing, validation against a wire model, and what was ignored.
+
+Owns the rules that hold for every endpoint: null is the same as absent, numbers are never converted from other types,
+unknown fields are ignored and named, and whatever is wrong becomes ``InvalidRequest`` with ``param`` = the dotted path
+of the field. It does not know any endpoint.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections.abc import Iterable
+from typing import Any, NoReturn, TypeVar
+
+from pydantic import BaseModel, ConfigDict, ValidationError, model_validator
+from pydantic_core import PydanticCustomError
+
+from microserving.errors import InvalidRequest
+
+MAX_DEPTH = 64
+"""Nesting limit of a request body (arrays and objects)."""
+MAX_PARAM_CHARS = 100
+MAX_MESSAGE_CHARS = 200
+_MAX_IGNORED_NAMES = 16
+_UNSAFE = re.compile(r"[^A-Za-z0-9_.\-]")
+
+
+class WireModel(BaseModel):
+    """Base of every request model: strict types, unknown fields ignored, null = absent."""
+
+    model_config = ConfigDict(strict=True, extra="ignore", frozen=True, allow_inf_nan=False)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _null_is_absent(cls, value: Any) -> Any:
+        if isinstance(value, dict) and None in value.values():
+            return {key: item for key, item in value.items() if item is not None}
+        return value
+
+
+ModelT = TypeVar("ModelT", bound=WireModel)
+
+
+def parse_object(body: bytes) -> dict[str, Any]:
+    """The JSON object that ``body`` holds.
+
+    Raises InvalidRequest for anything that is not one strict JSON object: invalid UTF-8, a byte order mark,
+    duplicate keys, NaN or numbers beyond float64, lone surrogates, nesting over ``MAX_DEPTH``, trailing text.
+    """
+    if body.startswith(b"\xef\xbb\xbf"):
+        raise InvalidRequest("the body starts with a byte order mark; send plain UTF-8")
+    try:
+        value = json.loads(
+            body.decode("utf-8"),
+            object_pairs_hook=_unique_pairs,
+            parse_constant=_refuse_constant,
+            parse_float=_finite_float,
+        )
+    except UnicodeDecodeError as error:
+        raise InvalidRequest(f"the body is not valid UTF-8 (byte {error.start})") from None
+    except json.JSONDecodeError as error:
+        raise InvalidRequest(f"the body is not valid JSON: {error.msg} at character {error.pos}") from None
+    except RecursionError:
+        raise InvalidRequest(f"the body is nested deeper than {MAX_DEPTH} levels") from None
+    except ValueError:
+        raise InvalidRequest("the body holds a number with too many digits") from None
+    if not isinstance(value, dict):
+        raise InvalidRequest("the body must be a JSON object")
+    _check_depth(body, value)
+    _check_surrogates(body, value)
+    return value
+
+
+def validate(model: type[ModelT], body: dict[str, Any]) -> ModelT:
+    """``body`` as a checked ``model``. Raises InvalidRequest with ``param`` for the first field that is wrong."""
+    try:
+        return model.model_validate(body)
+    except ValidationError as error:
+        raise _invalid(error) from None
+
+
+def ignored_fields(model: type[WireModel], body: dict[str, Any]) -> list[str]:
+    """Top-level fields of ``body`` (not null) that ``model`` does not know, in the body's order."""
+    known = model.model_fields
+    return [name for name, value in body.items() if name not in known and value is not None]
+
+
+def header_value(names: Iterable[str]) -> str:
+    """Field names as one bounded, printable header value (`x-ignored-fields`)."""
+    listed = list(names)
+    shown = [_UNSAFE.sub("?", name[:64]) for name in listed[:_MAX_IGNORED_NAMES]]
+    if len(listed) > _MAX_IGNORED_NAMES:
+        shown.append("...")
+    return ", ".join(shown)
+
+
+def refuse_ignored(names: list[str]) -> None:
+    """The strict setting: raise InvalidRequest when a field was not known."""
+    if names:
+        param = _UNSAFE.sub("?", names[0][:MAX_PARAM_CHARS])
+        raise InvalidRequest(f"unknown field {param!r}", param=param)
+
+
+def invalid(message: str) -> PydanticCustomError:
+    """What a validator raises: ``message`` is shown to the client as it is, so it must not repeat the input."""
+    # Braces would be read as a format string.
+    return PydanticCustomError("invalid_value", "{message}", {"message": message})
+
+
+def _unique_pairs(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    result = dict(pairs)
+    if len(result) != len(pairs):
+        seen: set[str] = set()
+        for key, _ in pairs:
+            if key in seen:
+                name = _UNSAFE.sub("?", key[:64])
+                raise InvalidRequest(f"the body has the key {name!r} twice", param=name)
+            seen.add(key)
+    return result
+
+
+def _refuse_constant(name: str) -> NoReturn:
+    raise InvalidRequest(f"the body is not valid JSON: {name} is not a JSON number")
+
+
+def _finite_float(text: str) -> float:
+    value = float(text)
+    if not math.isfinite(value):
+        raise InvalidRequest("the body holds a number outside the range of a 64-bit float")
+    return value
+
+
+def _check_depth(body: bytes, value: Any) -> None:
+    if body.count(b"[") + body.count(b"{") <= MAX_DEPTH:
+        return
+    level = [value]
+    for _ in range(MAX_DEPTH):
+        level = [
+            child
+            for node in level
+            for child in (node.values() if isinstance(node, dict) else node)
+            if isinstance(child, (dict, list))
+        ]
+        if not level:
+            return
+    raise InvalidRequest(f"the body is nested deeper than {MAX_DEPTH} levels")
+
+
+def _check_surrogates(body: bytes, value: Any) -> None:
+    if b"\\ud" not in body and b"\\uD" not in body:
+        return
+    try:
+        json.dumps(value, ensure_ascii=False).encode("utf-8")
+    except UnicodeEncodeError:
+        raise InvalidRequest("the body holds half of a surrogate pair (\\ud800..\\udfff)") from None
+
+
+def _invalid(error: ValidationError) -> InvalidRequest:
+    first = error.errors(include_url=False, include_input=False)[0]
+    path = ".".join(str(part) for part in first["loc"])
+    param = re.sub(r"[^\x20-\x7e]", "?", path)[:MAX_PARAM_CHARS] or None
+    message = first["msg"][:MAX_MESSAGE_CHARS]
+    return InvalidRequest(f"{param}: {message}" if param else message, param=param)

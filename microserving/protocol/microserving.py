@@ -1,0 +1,293 @@
+"""The verbs' bodies: requests, answers, index rules, and the stream of `start_generate` as its client reads it.
+
+Field names are MLC-LLM's where it has them; everything else is a superset. Used by the engine's server and by the
+router's engine client; knows neither HTTP nor the model.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass, replace
+from typing import Annotated, Any, Final
+
+from pydantic import Field, PlainValidator, field_validator
+
+from microserving.errors import EngineUnavailable, InvalidRequest, MicroservingError, error_from_body
+from microserving.protocol.body import WireModel, invalid, validate
+from microserving.protocol.generation import GenerationChunk, GenerationRequest, RemoteSendResult
+from microserving.protocol.openai import INT32_MAX, MAX_NAME_CHARS, CompletionRequest, Prompt
+from microserving.protocol.sse import DONE_DATA
+
+PROTOCOL_VERSION: Final = 1
+MAX_DESCRIPTOR_CHARS: Final = 16 * 2**20
+"""Limit of `kv_addr_info`: a descriptor of the longest prompt, one segment per page, stays well below it."""
+
+Index = Annotated[int, Field(ge=-(2**31), le=INT32_MAX)]
+RequestId = Annotated[str, Field(min_length=1, max_length=MAX_NAME_CHARS)]
+
+
+def resolve_index(value: int, length: int, *, param: str) -> int:
+    """A wire index over ``length`` prompt tokens as an offset in [0, length]; negative counts from the end.
+
+    Raises InvalidRequest naming ``param`` when it lies outside.
+    """
+    resolved = value + length if value < 0 else value
+    if not 0 <= resolved <= length:
+        raise InvalidRequest(f"{param} is {value}, but the prompt has {length} tokens", param=param)
+    return resolved
+
+
+def _recompute(value: Any) -> Any:
+    if value != "recompute":
+        raise invalid('only "recompute" is supported')
+    return value
+
+
+def _empty(value: Any) -> Any:
+    if value != []:
+        raise invalid("is not supported")
+    return value
+
+
+class VerbRequest(CompletionRequest):
+    """A completion body with exactly one prompt and one choice."""
+
+    @field_validator("n")
+    @classmethod
+    def _one_choice(cls, n: int) -> int:
+        if n != 1:
+            raise invalid("must be 1 here")
+        return n
+
+    @field_validator("prompt")
+    @classmethod
+    def _one_prompt(cls, prompts: list[Prompt]) -> list[Prompt]:
+        if len(prompts) != 1:
+            raise invalid("must be a single prompt here")
+        return prompts
+
+    @property
+    def only_prompt(self) -> Prompt:
+        return self.prompt[0]
+
+    @property
+    def given_id(self) -> str | None:
+        """The request id that the caller chose: `request_id`, else `user` (MLC's habit); None = the server makes one."""
+        return self.request_id or self.user or None
+
+
+class PrepRecvRequest(VerbRequest):
+    end: Index
+
+
+class RemoteSendRequest(VerbRequest):
+    """recv_rank: the receiving rank; it must be the descriptor's."""
+
+    begin: Index
+    end: Index
+    kv_addr_info: str = Field(min_length=1, max_length=MAX_DESCRIPTOR_CHARS)
+    recv_rank: int = Field(ge=0, le=INT32_MAX)
+
+
+class StartGenerateRequest(VerbRequest):
+    """resume_output_ids and preemption "return" come with a later issue; anything but their off value is refused."""
+
+    begin: Index
+    preemption: Annotated[Any, PlainValidator(_recompute)] = None
+    resume_output_ids: Annotated[Any, PlainValidator(_empty)] = None
+
+
+class RequestIdBody(WireModel):
+    """`abort` and `renew`."""
+
+    request_id: RequestId
+
+
+class MatchPrefixRequest(VerbRequest):
+    """`match_prefix`; every field but the prompt is without effect."""
+
+
+class PrepRecvAnswer(WireModel):
+    """Ours adds the last three; a peer of another make may leave them out."""
+
+    kv_append_metadata: str
+    prefix_matched_length: int = Field(ge=0)
+    prompt_length: int | None = None
+    request_id: str | None = None
+    lease_ttl_s: float | None = None
+
+
+class RemoteSendAnswer(WireModel):
+    """What `remote_send` answers (MLC: an empty object)."""
+
+    tokens_computed: int = Field(0, ge=0)
+    tokens_sent: int = Field(0, ge=0)
+    bytes_sent: int = Field(0, ge=0)
+    prefix_matched_length: int = Field(0, ge=0)
+    prefill_ms: float = 0.0
+    transfer_ms: float = 0.0
+    exposed_ms: float = 0.0
+
+    def result(self) -> RemoteSendResult:
+        return RemoteSendResult(**self.model_dump())
+
+
+class EngineInfo(WireModel):
+    """GET `/microserving/info`: what an engine is. transports: name -> public description."""
+
+    protocol_version: int
+    engine_id: str
+    epoch: str
+    rank: int
+    node_role: str
+    model: str
+    model_hash: str
+    kv_layout_hash: str
+    kv_bytes_per_token: int
+    page_size: int
+    total_pages: int
+    max_context: int
+    created: int
+    transports: dict[str, dict[str, str | int]]
+
+
+class EngineLoad(WireModel):
+    """GET `/microserving/load`: what an engine has to do now, and its cumulative counters."""
+
+    running: int = 0
+    waiting: int = 0
+    reserved: int = 0
+    free_pages: int = 0
+    cached_pages: int = 0
+    running_pages: int = 0
+    reserved_pages: int = 0
+    quarantined_pages: int = 0
+    total_pages: int = 0
+    queued_prefill_tokens: int = 0
+    prefill_tokens_per_s: float = 0.0
+    decode_step_ms: float = 0.0
+    counters: dict[str, Any] = Field(default_factory=dict)
+
+
+def remote_send_body(result: RemoteSendResult) -> dict[str, Any]:
+    """The answer of `remote_send`; the layer times only when they were recorded."""
+    body = asdict(result)
+    if not result.layer_times_ns:
+        del body["layer_times_ns"]
+    return body
+
+
+def completion_body(request: GenerationRequest, *, model: str | None) -> dict[str, Any]:
+    """``request`` as the body that every verb carries: prompt ids and all parameters. The verb's own fields are added
+    by the caller."""
+    sampling, stop = request.sampling, request.stop
+    return {
+        "model": model,
+        "prompt": list(request.prompt_token_ids),
+        "request_id": request.request_id,
+        "max_tokens": stop.max_tokens,
+        "temperature": sampling.temperature,
+        "top_p": sampling.top_p,
+        "top_k": sampling.top_k,
+        "min_p": sampling.min_p,
+        "presence_penalty": sampling.presence_penalty,
+        "frequency_penalty": sampling.frequency_penalty,
+        "repetition_penalty": sampling.repetition_penalty,
+        "logit_bias": {str(token): bias for token, bias in sampling.logit_bias.items()},
+        "seed": sampling.seed,
+        "stop": list(stop.stop),
+        "stop_token_ids": list(stop.stop_token_ids),
+        "ignore_eos": stop.ignore_eos,
+    }
+
+
+def stream_fields() -> dict[str, Any]:
+    """What `start_generate` needs on top so that its stream tells everything that a ``GenerationChunk`` holds."""
+    return {"stream": True, "stream_options": {"include_usage": True}, "return_token_ids": True}
+
+
+class _StreamChoice(WireModel):
+    text: str = ""
+    finish_reason: str | None = None
+    token_ids: list[int] = Field(default_factory=list)
+
+
+class _StreamUsage(WireModel):
+    prompt_tokens: int = 0
+    completion_tokens: int = 0
+
+
+class _StreamEvent(WireModel):
+    choices: list[_StreamChoice] = Field(default_factory=list)
+    usage: _StreamUsage | None = None
+
+
+@dataclass(slots=True)
+class GenerationStreamReader:
+    """Turns the events of a `start_generate` stream into ``GenerationChunk``s, in order.
+
+    prompt_tokens: the prompt's length. The chunk with the finish reason is held back until the usage event or the end
+    marker came, so that its totals are exact. ``done`` is True only after a whole stream.
+    """
+
+    prompt_tokens: int
+    done: bool = False
+    _completion_tokens: int = 0
+    _last: GenerationChunk | None = None
+
+    def feed(self, data: str) -> list[GenerationChunk]:
+        """The chunks that one event's data completes. Raises the error that an error event stands for, or
+        EngineUnavailable when the event is not a completion chunk."""
+        if data == DONE_DATA:
+            self.done = True
+            last, self._last = self._last, None
+            return [] if last is None else [last]
+        event = self._parse(data)
+        chunks = self._take(event.choices[0]) if event.choices else []
+        if event.usage is not None and self._last is not None:
+            chunks.append(_with_usage(self._last, event.usage))
+            self._last = None
+        return chunks
+
+    def _parse(self, data: str) -> _StreamEvent:
+        try:
+            body = json.loads(data)
+        except ValueError:
+            body = None
+        if not isinstance(body, dict):
+            raise EngineUnavailable("the engine sent an event that is not a JSON object")
+        if isinstance(body.get("error"), dict):
+            raise stream_error(body["error"])
+        try:
+            return validate(_StreamEvent, body)
+        except InvalidRequest as error:
+            raise EngineUnavailable(f"the engine sent a wrong chunk: {error.message}") from None
+
+    def _take(self, choice: _StreamChoice) -> list[GenerationChunk]:
+        self._completion_tokens += len(choice.token_ids)
+        chunk = GenerationChunk(
+            text=choice.text,
+            token_ids=tuple(choice.token_ids),
+            finish_reason=_finish_reason(choice.finish_reason),
+            prompt_tokens=self.prompt_tokens,
+            completion_tokens=self._completion_tokens,
+        )
+        if chunk.finish_reason is None:
+            return [chunk]
+        self._last = chunk
+        return []
+
+
+def stream_error(error: dict[str, object]) -> MicroservingError:
+    """The exception behind an error event, which carries no HTTP status: by its code, else a failed engine."""
+    return error_from_body(502, error)
+
+
+def _finish_reason(value: str | None) -> Any:
+    if value is None or value in ("stop", "length", "tool_calls", "preempt"):
+        return value
+    raise EngineUnavailable("the engine sent an unknown finish reason")
+
+
+def _with_usage(chunk: GenerationChunk, usage: _StreamUsage) -> GenerationChunk:
+    return replace(chunk, prompt_tokens=usage.prompt_tokens, completion_tokens=usage.completion_tokens)

@@ -1,0 +1,269 @@
+"""OpenAI's request bodies: `/v1/completions` and `/v1/chat/completions`, field by field.
+
+Owns names, types, ranges and defaults of the fields, and their mapping to ``SamplingParams`` and ``StopParams``. It
+does not know the model: limits that depend on it (context, vocabulary) are checked by ``front``.
+
+Limits beyond OpenAI's own: see the constants. Fields of OpenAI that we cannot honour yet (logprobs, echo, suffix,
+best_of > 1, tools, response_format other than text) are refused when set to something, never ignored.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import Annotated, Any, Final
+
+from pydantic import Field, PlainValidator, ValidationInfo, field_validator
+
+from microserving.protocol.body import WireModel, invalid
+from microserving.protocol.generation import SamplingParams, StopParams
+
+INT32_MAX: Final = 2**31 - 1
+UINT64_MAX: Final = 2**64 - 1
+MAX_CHOICES_PER_PROMPT: Final = 128
+"""Limit of `n` (OpenAI's)."""
+MAX_PROMPTS: Final = 256
+MAX_CHOICES: Final = 512
+"""Limit of n x prompts in one request."""
+MAX_STOPS: Final = 16
+MAX_STOP_CHARS: Final = 256
+MAX_STOP_TOKEN_IDS: Final = 256
+MAX_LOGIT_BIAS: Final = 300
+MAX_MESSAGES: Final = 4096
+MAX_NAME_CHARS: Final = 256
+DEFAULT_COMPLETION_TOKENS: Final = 16
+"""OpenAI's default of `max_tokens` for completions; chat has none (up to the context limit)."""
+SMALLEST_TOP_P: Final = 1e-9
+"""What `top_p: 0` means: only the most likely token is kept."""
+
+Prompt = str | list[int]
+_ROLES: Final = ("system", "developer", "user", "assistant")
+_DECIMAL: Final = re.compile(r"0|[1-9][0-9]{0,9}")
+
+
+def _token_ids(value: list[Any]) -> list[int]:
+    """``value`` when it is a non-empty list of plain integers in [0, 2^31)."""
+    if set(map(type, value)) != {int}:
+        raise invalid("token ids must be integers")
+    if min(value) < 0 or max(value) > INT32_MAX:
+        raise invalid("token ids must be between 0 and 2147483647")
+    return value
+
+
+def _prompts(value: Any) -> list[Prompt]:
+    """OpenAI's four forms (text, texts, ids, lists of ids) as a list of prompts, each a text or its ids."""
+    if isinstance(value, str):
+        value = [value]
+    if not isinstance(value, list):
+        raise invalid("must be a string, a list of strings, a list of token ids, or a list of those lists")
+    if not value:
+        raise invalid("must not be empty")
+    if type(value[0]) is int:
+        return [_token_ids(value)]
+    if len(value) > MAX_PROMPTS:
+        raise invalid(f"at most {MAX_PROMPTS} prompts in one request")
+    if not all(value):
+        raise invalid("must not be empty")
+    if all(isinstance(item, str) for item in value):
+        return value
+    if all(isinstance(item, list) for item in value):
+        return [_token_ids(item) for item in value]
+    raise invalid("must be a string, a list of strings, a list of token ids, or a list of those lists")
+
+
+def _stops(value: Any) -> list[str]:
+    stops = [value] if isinstance(value, str) else value
+    if not isinstance(stops, list) or not all(isinstance(stop, str) for stop in stops):
+        raise invalid("must be a string or a list of strings")
+    if len(stops) > MAX_STOPS:
+        raise invalid(f"at most {MAX_STOPS} stop strings")
+    if not all(1 <= len(stop) <= MAX_STOP_CHARS for stop in stops):
+        raise invalid(f"each stop string must have 1 to {MAX_STOP_CHARS} characters")
+    return stops
+
+
+def _logit_bias(value: Any) -> dict[int, float]:
+    if not isinstance(value, dict):
+        raise invalid("must be an object of token id: bias")
+    if len(value) > MAX_LOGIT_BIAS:
+        raise invalid(f"at most {MAX_LOGIT_BIAS} entries")
+    result: dict[int, float] = {}
+    for key, bias in value.items():
+        if not _DECIMAL.fullmatch(key) or int(key) > INT32_MAX:
+            raise invalid("every key must be a token id in decimal digits")
+        if type(bias) not in (int, float) or not -100 <= bias <= 100:
+            raise invalid(f"the bias of token {key} must be a number between -100 and 100")
+        result[int(key)] = float(bias)
+    return result
+
+
+def _unsupported(value: Any) -> Any:
+    """For fields that only an off value may have."""
+    if value is not False and value is not None:
+        raise invalid("is not supported")
+    return value
+
+
+def _best_of(value: Any) -> Any:
+    if type(value) is not int or value != 1:
+        raise invalid("only best_of 1 is supported")
+    return value
+
+
+def _response_format(value: Any) -> Any:
+    if not isinstance(value, dict) or value.get("type") != "text":
+        raise invalid('only {"type": "text"} is supported')
+    return value
+
+
+Unsupported = Annotated[Any, PlainValidator(_unsupported)]
+
+
+class StreamOptions(WireModel):
+    include_usage: bool = False
+
+
+class GenerationFields(WireModel):
+    """What both endpoints and the verbs share. The extensions have vLLM's names."""
+
+    model: Annotated[str, Field(min_length=1, max_length=MAX_NAME_CHARS)] | None = None
+    n: int = Field(1, ge=1, le=MAX_CHOICES_PER_PROMPT)
+    max_tokens: int | None = Field(None, ge=1, le=INT32_MAX)
+    temperature: float = Field(1.0, ge=0, le=2)
+    top_p: float = Field(1.0, ge=0, le=1)
+    top_k: int = Field(0, ge=-1, le=INT32_MAX)
+    min_p: float = Field(0.0, ge=0, le=1)
+    presence_penalty: float = Field(0.0, ge=-2, le=2)
+    frequency_penalty: float = Field(0.0, ge=-2, le=2)
+    repetition_penalty: float = Field(1.0, gt=0, le=10)
+    logit_bias: Annotated[dict[int, float], PlainValidator(_logit_bias)] = Field(default_factory=dict)
+    seed: int | None = Field(None, ge=-(2**63), le=UINT64_MAX)
+    stop: Annotated[list[str], PlainValidator(_stops)] = Field(default_factory=list)
+    stop_token_ids: list[Annotated[int, Field(ge=0, le=INT32_MAX)]] = Field(
+        default_factory=list, max_length=MAX_STOP_TOKEN_IDS
+    )
+    ignore_eos: bool = False
+    stream: bool = False
+    stream_options: StreamOptions = StreamOptions()
+    return_token_ids: bool = False
+    user: Annotated[str, Field(max_length=MAX_NAME_CHARS)] | None = None
+    request_id: Annotated[str, Field(min_length=1, max_length=MAX_NAME_CHARS)] | None = None
+    response_format: Annotated[Any, PlainValidator(_response_format)] = None
+
+    @property
+    def include_usage(self) -> bool:
+        return self.stream_options.include_usage
+
+    def sampling_params(self, seed: int) -> SamplingParams:
+        """``seed``: 64-bit unsigned; the caller picks it (from `seed`, or at random)."""
+        return SamplingParams(
+            temperature=self.temperature,
+            top_p=max(self.top_p, SMALLEST_TOP_P),
+            top_k=max(self.top_k, 0),
+            min_p=self.min_p,
+            presence_penalty=self.presence_penalty,
+            frequency_penalty=self.frequency_penalty,
+            repetition_penalty=self.repetition_penalty,
+            logit_bias=self.logit_bias,
+            seed=seed,
+        )
+
+    def stop_params(self, max_tokens: int) -> StopParams:
+        """``max_tokens``: the resolved limit (defaults and the room in the context are the caller's business)."""
+        return StopParams(
+            max_tokens=max_tokens,
+            stop=tuple(self.stop),
+            stop_token_ids=tuple(self.stop_token_ids),
+            ignore_eos=self.ignore_eos,
+        )
+
+
+class CompletionRequest(GenerationFields):
+    """`/v1/completions`. ``prompt``: at least one prompt, each a non-empty text or its token ids."""
+
+    prompt: Annotated[list[Prompt], PlainValidator(_prompts)]
+    best_of: Annotated[Any, PlainValidator(_best_of)] = None
+    echo: Unsupported = None
+    logprobs: Unsupported = None
+    suffix: Unsupported = None
+    debug_config: Any = None
+    """MLC's; accepted and without effect."""
+
+    @field_validator("prompt")
+    @classmethod
+    def _bounded(cls, prompts: list[Prompt], info: ValidationInfo) -> list[Prompt]:
+        if info.data.get("n", 1) * len(prompts) > MAX_CHOICES:
+            raise invalid(f"n times the number of prompts must not exceed {MAX_CHOICES}")
+        return prompts
+
+
+def _content(value: Any) -> str:
+    """Text, or a list of text parts, joined."""
+    if isinstance(value, str):
+        return value
+    if not isinstance(value, list) or not value:
+        raise invalid("must be a string or a non-empty list of text parts")
+    texts = []
+    for part in value:
+        if not isinstance(part, dict) or part.get("type") != "text" or not isinstance(part.get("text"), str):
+            raise invalid('every part must be {"type": "text", "text": ...}; other kinds are not supported')
+        texts.append(part["text"])
+    return "".join(texts)
+
+
+def _role(value: Any) -> str:
+    if value not in _ROLES:
+        raise invalid(f"must be one of {', '.join(_ROLES)}")
+    return "system" if value == "developer" else str(value)
+
+
+def _no_tool_calls(value: Any) -> Any:
+    if value != []:
+        raise invalid("tool calls are not supported")
+    return value
+
+
+class ChatMessage(WireModel):
+    """One message. `developer` is mapped to `system`; a role that templates may drop silently is refused."""
+
+    role: Annotated[str, PlainValidator(_role)]
+    content: Annotated[str, PlainValidator(_content)]
+    tool_calls: Annotated[Any, PlainValidator(_no_tool_calls)] = None
+    function_call: Unsupported = None
+
+
+def _tool_choice(value: Any) -> str:
+    if value not in ("none", "auto"):
+        raise invalid('only "none" and "auto" are supported')
+    return str(value)
+
+
+def _tools(value: Any, info: ValidationInfo) -> Any:
+    """Tools have no effect with the choice "none"; anything else would need tool calls, which we do not have."""
+    choice = "function_call" if info.field_name == "functions" else "tool_choice"
+    if not isinstance(value, list):
+        raise invalid("must be a list")
+    if value and info.data.get(choice) != "none":
+        raise invalid(f'is not supported (an empty list is, and any list with {choice} "none")')
+    return value
+
+
+class ChatCompletionRequest(GenerationFields):
+    """`/v1/chat/completions`. Tools are refused unless `tool_choice` is "none" (they then have no effect)."""
+
+    messages: list[ChatMessage] = Field(min_length=1, max_length=MAX_MESSAGES)
+    max_completion_tokens: int | None = Field(None, ge=1, le=INT32_MAX)
+    logprobs: Unsupported = None
+    top_logprobs: Unsupported = None
+    tool_choice: Annotated[str, PlainValidator(_tool_choice)] = "auto"
+    tools: Annotated[Any, PlainValidator(_tools)] = None
+    function_call: Annotated[str, PlainValidator(_tool_choice)] = "auto"
+    functions: Annotated[Any, PlainValidator(_tools)] = None
+
+    @property
+    def token_limit(self) -> int | None:
+        """`max_completion_tokens`, else its older name `max_tokens`."""
+        return self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
+
+    def template_messages(self) -> list[dict[str, str]]:
+        """The messages as a chat template reads them."""
+        return [{"role": message.role, "content": message.content} for message in self.messages]

@@ -1,0 +1,145 @@
+"""OpenAI's answers, as bytes. Streamed chunks take a fast path: the constant head is encoded once per request.
+
+Owns the shapes (`text_completion`, `chat.completion`, `chat.completion.chunk`, the usage block, the model list). Does
+not know where text comes from.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from microserving.protocol.generation import FinishReason, GenerationChunk
+
+Kind = Literal["completion", "chat"]
+
+
+def dump(value: Any) -> bytes:
+    """Compact JSON; refuses NaN and infinities (ValueError) rather than write what no parser reads."""
+    return json.dumps(value, ensure_ascii=False, allow_nan=False, separators=(",", ":")).encode("utf-8")
+
+
+def usage_body(prompt_tokens: int, completion_tokens: int) -> dict[str, int]:
+    return {
+        "prompt_tokens": prompt_tokens,
+        "completion_tokens": completion_tokens,
+        "total_tokens": prompt_tokens + completion_tokens,
+    }
+
+
+@dataclass(frozen=True, slots=True)
+class FinishedChoice:
+    """One choice of an answer that is not streamed. prompt_token_ids is not part of the wire."""
+
+    text: str
+    token_ids: tuple[int, ...]
+    finish_reason: FinishReason
+    prompt_tokens: int
+    completion_tokens: int
+
+
+class AnswerShape:
+    """One request's answers: its id, creation time and model name are constant over all of its chunks.
+
+    model: as the request named it. token_ids: whether choices carry `token_ids` (`return_token_ids`).
+    """
+
+    def __init__(
+        self, kind: Kind, *, answer_id: str, created: int, model: str, include_usage: bool, token_ids: bool
+    ) -> None:
+        self._chat = kind == "chat"
+        self._constants: dict[str, Any] = {"id": answer_id, "created": created, "model": model}
+        self._token_ids = token_ids
+        self._include_usage = include_usage
+        chunk_object = "chat.completion.chunk" if self._chat else "text_completion"
+        head = dump({**self._constants, "object": chunk_object})
+        self._head = head[:-1] + b',"choices":'
+        self._tail = b',"usage":null}' if include_usage else b"}"
+
+    def chunks(self, index: int, chunk: GenerationChunk, *, first: bool) -> list[bytes]:
+        """The stream chunks for one piece of choice ``index``; ``first``: nothing of this choice was sent before.
+
+        Empty when the piece shows nothing (no text, no finish reason, token ids not asked for).
+        """
+        choices = self._chat_choices(index, chunk, first) if self._chat else self._text_choices(index, chunk)
+        return [self._head + dump([choice]) + self._tail for choice in choices]
+
+    def usage_chunk(self, prompt_tokens: int, completion_tokens: int) -> bytes | None:
+        """The one usage chunk, which goes last; None when it was not asked for."""
+        if not self._include_usage:
+            return None
+        return self._head + b'[],"usage":' + dump(usage_body(prompt_tokens, completion_tokens)) + b"}"
+
+    def answer(self, choices: Sequence[FinishedChoice], prompt_tokens: int) -> bytes:
+        """The whole answer of a request that is not streamed. prompt_tokens: each prompt counted once."""
+        completion_tokens = sum(choice.completion_tokens for choice in choices)
+        return dump(
+            {
+                **self._constants,
+                "object": "chat.completion" if self._chat else "text_completion",
+                "choices": [self._whole_choice(index, choice) for index, choice in enumerate(choices)],
+                "usage": usage_body(prompt_tokens, completion_tokens),
+            }
+        )
+
+    def _text_choices(self, index: int, chunk: GenerationChunk) -> list[dict[str, Any]]:
+        if not self._shows(chunk) and chunk.finish_reason is None:
+            return []
+        choice = {"index": index, "text": chunk.text, "logprobs": None, "finish_reason": chunk.finish_reason}
+        return [self._with_ids(choice, chunk.token_ids)]
+
+    def _chat_choices(self, index: int, chunk: GenerationChunk, first: bool) -> list[dict[str, Any]]:
+        """The role travels with the first content, the finish reason alone with an empty delta (as OpenAI does)."""
+        choices = []
+        if first and (self._shows(chunk) or chunk.finish_reason is not None):
+            delta = {"role": "assistant", "content": chunk.text}
+            choices.append(self._delta(index, delta, chunk.token_ids))
+        elif self._shows(chunk):
+            choices.append(self._delta(index, {"content": chunk.text}, chunk.token_ids))
+        if chunk.finish_reason is not None:
+            choices.append(self._delta(index, {}, (), chunk.finish_reason))
+        return choices
+
+    def _shows(self, chunk: GenerationChunk) -> bool:
+        return bool(chunk.text) or (self._token_ids and bool(chunk.token_ids))
+
+    def _delta(
+        self,
+        index: int,
+        delta: dict[str, str],
+        token_ids: tuple[int, ...],
+        finish: FinishReason | None = None,
+    ) -> dict[str, Any]:
+        choice = {"index": index, "delta": delta, "logprobs": None, "finish_reason": finish}
+        return self._with_ids(choice, token_ids)
+
+    def _whole_choice(self, index: int, choice: FinishedChoice) -> dict[str, Any]:
+        shown: dict[str, Any] = {"index": index}
+        if self._chat:
+            shown["message"] = {"role": "assistant", "content": choice.text, "refusal": None}
+        else:
+            shown["text"] = choice.text
+        shown |= {"logprobs": None, "finish_reason": choice.finish_reason}
+        return self._with_ids(shown, choice.token_ids)
+
+    def _with_ids(self, choice: dict[str, Any], token_ids: tuple[int, ...]) -> dict[str, Any]:
+        if self._token_ids:
+            choice["token_ids"] = list(token_ids)
+        return choice
+
+
+def model_body(model_id: str, *, created: int, owned_by: str, max_context: int) -> dict[str, Any]:
+    """One entry of `/v1/models`; `max_model_len` is vLLM's name for the context limit."""
+    return {
+        "id": model_id,
+        "object": "model",
+        "created": created,
+        "owned_by": owned_by,
+        "max_model_len": max_context,
+    }
+
+
+def model_list_body(models: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    return {"object": "list", "data": list(models)}
