@@ -1,0 +1,60 @@
+"""What a policy sees of an engine, and what a policy is."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol, TypeVar
+
+
+@dataclass(frozen=True, slots=True)
+class EngineLoad:
+    """What an engine last said about itself (a part of GET ``/microserving/load``); a few seconds old at most.
+
+    Counts of sequences, pages or tokens as named; all zero until the engine was asked for the first time.
+    prefill_tokens_per_s and decode_step_ms are measured, 0.0 while the engine has not worked yet.
+    """
+
+    running: int = 0
+    waiting: int = 0
+    reserved: int = 0
+    free_pages: int = 0
+    cached_pages: int = 0
+    total_pages: int = 0
+    queued_prefill_tokens: int = 0
+    prefill_tokens_per_s: float = 0.0
+    decode_step_ms: float = 0.0
+
+    @property
+    def free_memory(self) -> float:
+        """Share of the KV pool that a new request could have, 0 to 1. Cached pages count: they can be evicted."""
+        return (self.free_pages + self.cached_pages) / self.total_pages if self.total_pages else 0.0
+
+
+class Candidate(Protocol):
+    """An engine that may be chosen."""
+
+    @property
+    def id(self) -> str:
+        """The engine's node id, for example ``decode-1``."""
+
+    @property
+    def in_flight(self) -> int:
+        """Requests that this router has on the engine now: exact, live, back to 0 when they have ended."""
+
+    @property
+    def load(self) -> EngineLoad:
+        """What the engine last said about itself."""
+
+
+CandidateT = TypeVar("CandidateT", bound=Candidate)
+
+
+class Policy(Protocol):
+    """Chooses one of ``engines`` (never empty, always in the same order).
+
+    turn: how often this policy has been asked before, from 0. Round robin counts with it, the others break ties
+    with it, so that equal engines share the work evenly.
+    """
+
+    def __call__(self, engines: Sequence[CandidateT], turn: int) -> CandidateT: ...
