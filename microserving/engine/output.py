@@ -1,0 +1,105 @@
+"""From token ids to the chunks that a client sees.
+
+Owns: a request's detokeniser, stop strings, stop ids, and when it ends. Does not know: sampling, scheduling, the wire.
+
+Counting follows OpenAI and vLLM: every sampled token counts in ``completion_tokens``, the end-of-sequence token and the
+tokens of a stop string included; neither is shown in the text. A stop beats a length limit reached by the same token.
+"""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+from microserving.protocol.generation import FinishReason, GenerationChunk, StopParams
+
+
+class Detokenizer(Protocol):
+    """Token ids to text, incrementally. ``microserving.tokenizer.IncrementalDetokenizer`` is one."""
+
+    def put(self, token_id: int, /) -> str:
+        """The text that is certain now; "" while a code point is incomplete."""
+
+    def flush(self) -> str:
+        """What is left at the end."""
+
+
+class StopMatcher:
+    """Finds the stop string that is complete first; of those that end together, the one that began first.
+
+    Where tokens are cut makes no difference: the text shown is the same as if it came character by character.
+    """
+
+    def __init__(self, stops: tuple[str, ...]) -> None:
+        self._stops = tuple(stop for stop in stops if stop)  # an empty one would match everywhere
+        self._held = ""
+
+    def put(self, text: str) -> tuple[str, bool]:
+        """(text that may be shown now, whether a stop is complete). Nothing that may become a stop is shown."""
+        if not self._stops:
+            return text, False
+        buffer = self._held + text
+        ends = [(at + len(stop), at) for stop in self._stops if (at := buffer.find(stop)) >= 0]
+        if ends:
+            self._held = ""
+            return buffer[: min(ends)[1]], True
+        keep = self._possible_stop(buffer)
+        self._held = buffer[len(buffer) - keep :]
+        return buffer[: len(buffer) - keep], False
+
+    def flush(self) -> str:
+        """The text held back, when no more comes."""
+        held, self._held = self._held, ""
+        return held
+
+    def _possible_stop(self, text: str) -> int:
+        """Length of the longest end of ``text`` that begins a stop."""
+        longest = min(len(text), max(len(stop) for stop in self._stops) - 1)
+        for length in range(longest, 0, -1):
+            if any(stop.startswith(text[-length:]) for stop in self._stops):
+                return length
+        return 0
+
+
+class OutputProcessor:
+    """One request's output. ``max_output``: the tokens it may have at most (max_tokens, or what the context leaves)."""
+
+    def __init__(
+        self,
+        detokenizer: Detokenizer,
+        stop: StopParams,
+        eos_token_ids: frozenset[int],
+        *,
+        prompt_tokens: int,
+        max_output: int,
+    ) -> None:
+        self._detokenizer = detokenizer
+        self._matcher = StopMatcher(stop.stop)
+        self._stop_ids = frozenset(stop.stop_token_ids) | (frozenset() if stop.ignore_eos else eos_token_ids)
+        self._prompt_tokens = prompt_tokens
+        self._max_output = max_output
+        self._unshown: list[int] = []
+        self.completion_tokens = 0
+
+    def put(self, token_id: int) -> GenerationChunk | None:
+        """Take the next token. None = nothing to show yet; a chunk with ``finish_reason`` is the last one."""
+        self._unshown.append(token_id)
+        self.completion_tokens += 1
+        if token_id in self._stop_ids:
+            return self._last("", "stop")
+        text, stopped = self._matcher.put(self._detokenizer.put(token_id))
+        if stopped:
+            return self._chunk(text, "stop")
+        if self.completion_tokens >= self._max_output:
+            return self._last(text, "length")
+        return self._chunk(text, None) if text else None
+
+    def _last(self, text: str, reason: FinishReason) -> GenerationChunk:
+        """The last chunk: ``text`` and all that was held back, unless that completes a stop after all."""
+        rest, stopped = self._matcher.put(self._detokenizer.flush())
+        if stopped:
+            return self._chunk(text + rest, "stop")
+        return self._chunk(text + rest + self._matcher.flush(), reason)
+
+    def _chunk(self, text: str, reason: FinishReason | None) -> GenerationChunk:
+        token_ids, self._unshown = tuple(self._unshown), []
+        return GenerationChunk(text, token_ids, reason, self._prompt_tokens, self.completion_tokens)

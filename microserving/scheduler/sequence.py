@@ -1,0 +1,62 @@
+"""One sequence of tokens on its way through the engine.
+
+Owns: the fields and what follows from them. Does not know: when a sequence runs, or what becomes of its tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable
+from dataclasses import dataclass, field
+from enum import Enum
+
+
+class SequenceKind(Enum):
+    """generate: prefill, then decode. send: prefill only, every K/V row also goes to ``destination``."""
+
+    GENERATE = "generate"
+    SEND = "send"
+
+
+class SequenceState(Enum):
+    WAITING = "waiting"
+    PREFILL = "prefill"
+    DECODE = "decode"
+    FINISHED = "finished"
+
+
+@dataclass(slots=True, eq=False)
+class Sequence:
+    """Fields grouped by who writes them.
+
+    Positions [0, computed) have their K/V in ``pages``; position p lies in ``pages[p // page_size]``.
+    """
+
+    # The maker. ``tokens``: the prompt (of a send, its computed part), then the output as it comes.
+    request_id: str
+    kind: SequenceKind
+    tokens: list[int]
+    arrival: float
+    destination: Hashable = None
+
+    # The scheduler.
+    number: int = -1  # order of arrival, unique
+    state: SequenceState = SequenceState.WAITING
+    pages: list[int] = field(default_factory=list)
+    computed: int = 0
+    computed_before: int = (
+        0  # positions below this were computed (or received) here once, before a preemption
+    )
+    prompt_length: int = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.prompt_length = len(self.tokens)
+
+    @property
+    def key(self) -> tuple[SequenceKind, str]:
+        """Unique among live sequences: a request may be sent from and generated on the same engine."""
+        return (self.kind, self.request_id)
+
+    @property
+    def remaining(self) -> int:
+        """Tokens whose K/V is still to be computed; 1 in a decode."""
+        return len(self.tokens) - self.computed
