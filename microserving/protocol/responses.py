@@ -31,12 +31,11 @@ def usage_body(prompt_tokens: int, completion_tokens: int) -> dict[str, int]:
 
 @dataclass(frozen=True, slots=True)
 class FinishedChoice:
-    """One choice of an answer that is not streamed. prompt_token_ids is not part of the wire."""
+    """One choice of an answer that is not streamed."""
 
     text: str
     token_ids: tuple[int, ...]
     finish_reason: FinishReason
-    prompt_tokens: int
     completion_tokens: int
 
 

@@ -1,0 +1,154 @@
+"""The generations of one request: how many, with which seeds, and their chunks as one sequence.
+
+Choice ``j`` of every prompt runs with ``derive_seed(seed, j)``; choice 0 uses the seed itself, so a prompt gives the
+same text alone and within a list. The index of choice j of prompt i is ``i * n + j`` (OpenAI's order).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+from collections.abc import AsyncGenerator, AsyncIterator, Sequence
+from contextlib import aclosing, asynccontextmanager
+
+from microserving.errors import ContextLengthExceeded, InternalError, InvalidRequest
+from microserving.front.backend import Backend
+from microserving.protocol.generation import GenerationChunk, GenerationRequest
+from microserving.protocol.openai import UINT64_MAX, GenerationFields
+
+IndexedChunk = tuple[int, GenerationChunk]
+_GOLDEN = 0x9E3779B97F4A7C15
+
+
+def pick_seed(seed: int | None) -> int:
+    """The request's seed as 64-bit unsigned (negative ones wrap around), a random one when it named none."""
+    return secrets.randbits(64) if seed is None else seed & UINT64_MAX
+
+
+def derive_seed(seed: int, choice: int) -> int:
+    """The seed of choice ``choice``: the seed itself for choice 0, else output ``choice`` of SplitMix64 (Steele et
+    al. 2014) started at it."""
+    if choice == 0:
+        return seed
+    z = (seed + choice * _GOLDEN) & UINT64_MAX
+    z = ((z ^ (z >> 30)) * 0xBF58476D1CE4E5B9) & UINT64_MAX
+    z = ((z ^ (z >> 27)) * 0x94D049BB133111EB) & UINT64_MAX
+    return z ^ (z >> 31)
+
+
+def resolve_max_tokens(
+    asked: int | None, *, default: int | None, prompt_tokens: int, max_context: int, param: str
+) -> int:
+    """How many tokens may be generated. default None: all that fit.
+
+    Raises ContextLengthExceeded when the prompt leaves no room, or not the room that was asked for. ``param``: the
+    field that holds the prompt.
+    """
+    room = max_context - prompt_tokens
+    if room < 1:
+        raise ContextLengthExceeded(
+            f"the prompt has {prompt_tokens} tokens, which leaves no room in the context of {max_context} tokens",
+            param=param,
+        )
+    if asked is None:
+        return room if default is None else min(default, room)
+    if asked > room:
+        raise ContextLengthExceeded(
+            f"{prompt_tokens} prompt tokens and {asked} output tokens do not fit the context of {max_context} tokens",
+            param="max_tokens",
+        )
+    return asked
+
+
+def check_vocabulary(fields: GenerationFields, vocab_size: int) -> None:
+    """Raises InvalidRequest when a token id of the request is outside the model's vocabulary."""
+    for token in fields.logit_bias:
+        if token >= vocab_size:
+            raise InvalidRequest(f"token {token} is not in the vocabulary", param=f"logit_bias.{token}")
+    if any(token >= vocab_size for token in fields.stop_token_ids):
+        raise InvalidRequest("a token id is not in the vocabulary", param="stop_token_ids")
+
+
+def plan_generations(
+    fields: GenerationFields, prompts: Sequence[Sequence[int]], limits: Sequence[int], request_id: str
+) -> list[GenerationRequest]:
+    """One generation per choice, in index order. limits: the resolved max_tokens of each prompt."""
+    seed = pick_seed(fields.seed)
+    choices = [(i, j) for i in range(len(prompts)) for j in range(fields.n)]
+    return [
+        GenerationRequest(
+            request_id=request_id if len(choices) == 1 else f"{request_id}-{index}",
+            prompt_token_ids=tuple(prompts[i]),
+            sampling=fields.sampling_params(derive_seed(seed, j)),
+            stop=fields.stop_params(limits[i]),
+        )
+        for index, (i, j) in enumerate(choices)
+    ]
+
+
+def run_generations(
+    backend: Backend, requests: Sequence[GenerationRequest], concurrency: int
+) -> aclosing[AsyncGenerator[IndexedChunk, None]]:
+    """The chunks of all ``requests`` with their index, as they come. Leaving the context ends what still runs."""
+    if len(requests) == 1:
+        return aclosing(_indexed(backend, 0, requests[0]))
+    return aclosing(_merged(backend, requests, concurrency))
+
+
+async def _indexed(
+    backend: Backend, index: int, request: GenerationRequest
+) -> AsyncGenerator[IndexedChunk, None]:
+    """One generation, held to the backend's promise: one finish reason, on the last chunk, never ``preempt``."""
+    finished = False
+    async with _closing(backend.generate(request)) as chunks:
+        async for chunk in chunks:
+            if finished or chunk.finish_reason == "preempt":
+                raise InternalError("the backend broke the order of its chunks")
+            finished = chunk.finish_reason is not None
+            yield index, chunk
+    if not finished:
+        raise InternalError("the backend ended a generation without a finish reason")
+
+
+async def _merged(
+    backend: Backend, requests: Sequence[GenerationRequest], concurrency: int
+) -> AsyncGenerator[IndexedChunk, None]:
+    queue: asyncio.Queue[IndexedChunk | Exception | None] = asyncio.Queue(maxsize=2 * concurrency)
+    waiting = iter(enumerate(requests))
+
+    async def work() -> None:
+        for index, request in waiting:
+            async with aclosing(_indexed(backend, index, request)) as chunks:
+                async for item in chunks:
+                    await queue.put(item)
+
+    async def work_all() -> None:
+        end: Exception | None = None
+        try:
+            async with asyncio.TaskGroup() as group:
+                for _ in range(min(concurrency, len(requests))):
+                    group.create_task(work())
+        except ExceptionGroup as failed:
+            end = failed.exceptions[0]
+        await queue.put(end)
+
+    producer = asyncio.create_task(work_all())
+    try:
+        while (item := await queue.get()) is not None:
+            if isinstance(item, Exception):
+                raise item
+            yield item
+    finally:
+        producer.cancel()
+        await asyncio.wait((producer,))
+
+
+@asynccontextmanager
+async def _closing(chunks: AsyncIterator[GenerationChunk]) -> AsyncIterator[AsyncIterator[GenerationChunk]]:
+    """``chunks``, closed on the way out when it can be (an async generator can)."""
+    try:
+        yield chunks
+    finally:
+        close = getattr(chunks, "aclose", None)
+        if close is not None:
+            await close()

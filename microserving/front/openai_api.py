@@ -1,0 +1,234 @@
+"""OpenAI's endpoints over a ``Backend``: parse, tokenise once, generate, answer whole or as a stream.
+
+Everything that can be refused is refused with a real status: the stream's headers go out with the first chunk.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable, Sequence
+from typing import TypeVar
+
+from microserving.errors import InvalidRequest, ModelNotFound, NoEngine
+from microserving.front.backend import Backend, ServedModel
+from microserving.front.exchange import Exchange
+from microserving.front.generations import (
+    check_vocabulary,
+    plan_generations,
+    resolve_max_tokens,
+    run_generations,
+)
+from microserving.front.settings import FrontSettings
+from microserving.observability import escape_controls
+from microserving.protocol.body import (
+    WireModel,
+    header_value,
+    ignored_fields,
+    parse_object,
+    refuse_ignored,
+    validate,
+)
+from microserving.protocol.generation import GenerationChunk, GenerationRequest
+from microserving.protocol.openai import (
+    DEFAULT_COMPLETION_TOKENS,
+    ChatCompletionRequest,
+    CompletionRequest,
+    GenerationFields,
+    Prompt,
+)
+from microserving.protocol.responses import (
+    AnswerShape,
+    FinishedChoice,
+    Kind,
+    model_body,
+    model_list_body,
+)
+from microserving.tokenizer import Tokenizer
+
+ModelT = TypeVar("ModelT", bound=WireModel)
+_INLINE_CHARS = 8192
+"""Longer texts are tokenised on a worker thread, so that they do not hold up everybody's stream."""
+
+
+def parse_request(exchange: Exchange, model: type[ModelT], *, strict: bool) -> ModelT:
+    """The exchange's body as a checked ``model``; ignored fields are named in the answer's headers (or refused)."""
+    body = parse_object(exchange.body)
+    ignored = ignored_fields(model, body)
+    if ignored and strict:
+        refuse_ignored(ignored)
+    parsed = validate(model, body)
+    if ignored:
+        exchange.headers.append((b"x-ignored-fields", header_value(ignored).encode("ascii")))
+    return parsed
+
+
+async def tokenize(prompt: Prompt, tokenizer: Tokenizer, *, param: str = "prompt") -> list[int]:
+    """A prompt's ids, in the vocabulary and at least one. Raises InvalidRequest."""
+    if isinstance(prompt, str):
+        ids = await _off_loop(len(prompt), lambda: tokenizer.encode(prompt))
+    else:
+        ids = prompt
+        if max(ids) >= tokenizer.vocab_size:
+            raise InvalidRequest("a token id is not in the vocabulary", param=param)
+    if not ids:
+        raise InvalidRequest("the prompt is empty", param=param)
+    return ids
+
+
+def check_model(name: str | None, served: ServedModel) -> str:
+    """The model name to answer with. Raises ModelNotFound when ``name`` is not the served model."""
+    if name is not None and name != served.id:
+        raise ModelNotFound(f"the model '{escape_controls(name[:64])}' does not exist", param="model")
+    return served.id
+
+
+class OpenAIFront:
+    """The handlers. Holds no state of requests."""
+
+    def __init__(
+        self, backend: Backend, settings: FrontSettings, clock: Callable[[], float] = time.time
+    ) -> None:
+        self._backend = backend
+        self._settings = settings
+        self._clock = clock
+
+    async def completions(self, exchange: Exchange) -> None:
+        fields = parse_request(exchange, CompletionRequest, strict=self._settings.strict_fields)
+        model, tokenizer = await self._served(fields.model)
+        check_vocabulary(fields, tokenizer.vocab_size)
+        prompts = [await tokenize(prompt, tokenizer) for prompt in fields.prompt]
+        limits = [
+            resolve_max_tokens(
+                fields.max_tokens,
+                default=DEFAULT_COMPLETION_TOKENS,
+                prompt_tokens=len(prompt),
+                max_context=model.max_context,
+                param="prompt",
+            )
+            for prompt in prompts
+        ]
+        await self._answer(exchange, "completion", fields, model, prompts, limits)
+
+    async def chat_completions(self, exchange: Exchange) -> None:
+        fields = parse_request(exchange, ChatCompletionRequest, strict=self._settings.strict_fields)
+        model, tokenizer = await self._served(fields.model)
+        check_vocabulary(fields, tokenizer.vocab_size)
+        messages = fields.template_messages()
+        size = sum(len(message["content"]) for message in messages)
+        prompt = await _off_loop(size, lambda: tokenizer.encode_chat(messages))
+        limit = resolve_max_tokens(
+            fields.token_limit,
+            default=None,
+            prompt_tokens=len(prompt),
+            max_context=model.max_context,
+            param="messages",
+        )
+        await self._answer(exchange, "chat", fields, model, [prompt], [limit])
+
+    async def models(self, exchange: Exchange) -> None:
+        model, _ = await self._served(None)
+        await exchange.reply_json(model_list_body([_model_body(model)]))
+
+    async def model(self, exchange: Exchange) -> None:
+        model, _ = await self._served(str(exchange.path_params["model_id"]))
+        await exchange.reply_json(_model_body(model))
+
+    async def ready(self, exchange: Exchange) -> None:
+        await self._served(None)
+        await exchange.reply_json({"status": "ready"})
+
+    async def _served(self, name: str | None) -> tuple[ServedModel, Tokenizer]:
+        """The model that serves a request for ``name``. Raises NoEngine while nothing does, ModelNotFound."""
+        backend = self._backend
+        if not backend.ready:
+            await backend.refresh()
+        model, tokenizer = backend.model, backend.tokenizer
+        if not backend.ready or model is None or tokenizer is None:
+            raise NoEngine("no engine is ready to serve this", retry_after_s=1)
+        check_model(name, model)
+        return model, tokenizer
+
+    async def _answer(
+        self,
+        exchange: Exchange,
+        kind: Kind,
+        fields: GenerationFields,
+        model: ServedModel,
+        prompts: Sequence[Sequence[int]],
+        limits: Sequence[int],
+    ) -> None:
+        requests = plan_generations(fields, prompts, limits, exchange.request_id)
+        shape = AnswerShape(
+            kind,
+            answer_id=f"{'chatcmpl' if kind == 'chat' else 'cmpl'}-{exchange.request_id}",
+            created=int(self._clock()),
+            model=model.id,
+            include_usage=fields.include_usage,
+            token_ids=fields.return_token_ids,
+        )
+        prompt_tokens = sum(map(len, prompts))
+        answer = stream_answer if fields.stream else whole_answer
+        await answer(
+            exchange, self._backend, requests, shape, prompt_tokens, self._settings.max_concurrent_choices
+        )
+
+
+async def stream_answer(
+    exchange: Exchange,
+    backend: Backend,
+    requests: Sequence[GenerationRequest],
+    shape: AnswerShape,
+    prompt_tokens: int,
+    concurrency: int,
+) -> None:
+    """Stream the chunks of all ``requests``; nothing is sent before the first one has come."""
+    started: set[int] = set()
+    completion_tokens = 0
+    async with run_generations(backend, requests, concurrency) as chunks:
+        async for index, chunk in chunks:
+            events = shape.chunks(index, chunk, first=index not in started)
+            if events:
+                started.add(index)
+                await exchange.send_events(events)
+            if chunk.finish_reason is not None:
+                completion_tokens += chunk.completion_tokens
+    usage = shape.usage_chunk(prompt_tokens, completion_tokens)
+    if usage is not None:
+        await exchange.send_events([usage])
+    await exchange.end_stream()
+
+
+async def whole_answer(
+    exchange: Exchange,
+    backend: Backend,
+    requests: Sequence[GenerationRequest],
+    shape: AnswerShape,
+    prompt_tokens: int,
+    concurrency: int,
+) -> None:
+    """Collect all ``requests``, then answer once."""
+    pieces: list[list[GenerationChunk]] = [[] for _ in requests]
+    async with run_generations(backend, requests, concurrency) as chunks:
+        async for index, chunk in chunks:
+            pieces[index].append(chunk)
+    await exchange.reply(shape.answer([_joined(chunks) for chunks in pieces], prompt_tokens))
+
+
+def _joined(chunks: Sequence[GenerationChunk]) -> FinishedChoice:
+    last = chunks[-1]
+    assert last.finish_reason is not None  # run_generations holds the backend to it
+    return FinishedChoice(
+        text="".join(chunk.text for chunk in chunks),
+        token_ids=tuple(token for chunk in chunks for token in chunk.token_ids),
+        finish_reason=last.finish_reason,
+        completion_tokens=last.completion_tokens,
+    )
+
+
+def _model_body(model: ServedModel) -> dict[str, object]:
+    return model_body(model.id, created=model.created, owned_by=model.owned_by, max_context=model.max_context)
+
+
+async def _off_loop(size: int, encode: Callable[[], list[int]]) -> list[int]:
+    return encode() if size <= _INLINE_CHARS else await asyncio.to_thread(encode)
