@@ -1,0 +1,490 @@
+# mypy: disable-error-code="untyped-decorator"
+"""Causal paged attention for CPUs, the same bits whatever the batch, chunking, page placement, threads and ISA.
+
+Owns: the prefill and decode kernels (TVMScript PrimFuncs). Knows the pool layout of ``protocol.kv_layout`` and the task
+columns of ``plan``; knows no request and no model. Longer than other files: it generates two kernels from one body.
+
+Why the bits are the same
+  1. Every query row is computed by one body (``_attend``) from its own q, K and V only; tiles only group rows.
+  2. The key axis is cut at absolute positions: blocks of KEY_BLOCK (one online-softmax step), spans of KEY_SPAN (a fresh
+     state each, merged left to right). Decode runs spans on different threads; the merge order is fixed.
+  3. In a block each score is one FMA chain over head_dim, the row sum is kept as 16 lanes, P.V is one FMA chain over keys.
+  4. A masked key counts exactly 0, a wholly masked block or span is an identity (exp2(0) == 1, fma(0, v, o) == o).
+  5. Every multiply-add is an explicit llvm.fma (see ``common``).
+
+Blocking: ``_products`` keeps rows x vectors accumulators in registers; how many fit is all that the ISA decides.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+from tvm import tirx
+from tvm.script import tirx as T  # noqa: N812
+from tvm.tirx import Expr
+
+from microserving.engine.kernels.common import (
+    F32_LANES,
+    LANES,
+    LOG2_E,
+    Isa,
+    exp2,
+    fma,
+    lane_max,
+    lane_sum,
+    left_fold,
+    splat,
+)
+from microserving.engine.kernels.plan import KEY_BLOCK, KEY_SPAN, TASK_FIELDS, AttentionShape
+
+LOWEST = float(np.finfo("float32").min)  # start of a running maximum; finite, since LOWEST - LOWEST must be 0
+BLOCKS_PER_SPAN = KEY_SPAN // KEY_BLOCK
+VECTORS_PER_BLOCK = KEY_BLOCK // LANES
+
+
+def _lanes(vector: Expr | int = 0) -> Expr:
+    """Index of the 16 elements of the given vector of a row."""
+    return tirx.Ramp(vector * LANES, 1, LANES)
+
+
+def _blocking(rows: int, vectors: int, isa: Isa) -> tuple[int, int]:
+    """(rows, vectors) of a register block for the product of rows and vectors; vectors is a divisor.
+
+    The block with the most FMAs per load that fits; the loads of a block are its vectors and its row scalars.
+    """
+    best, best_score = (1, 1), 0.0
+    for width in (v for v in range(1, vectors + 1) if vectors % v == 0):
+        height = min(rows, isa.accumulators // width)
+        if height == 0:
+            continue
+        height = -(-rows // -(-rows // height))  # the same number of blocks, evenly filled
+        score = height * width / (height / 2 + width)
+        if score > best_score:
+            best, best_score = (height, width), score
+    return best
+
+
+class _Block:
+    """Geometry of one kernel: scratch rows and register blocks."""
+
+    def __init__(self, shape: AttentionShape, isa: Isa, rows: int) -> None:
+        self.dim_vectors = shape.head_dim // LANES
+        self.score_rows, self.score_vectors = _blocking(rows, VECTORS_PER_BLOCK, isa)
+        self.value_rows, self.value_vectors = _blocking(rows, self.dim_vectors, isa)
+        self.score_panels = VECTORS_PER_BLOCK // self.score_vectors
+        self.value_panels = self.dim_vectors // self.value_vectors
+        step = math.lcm(self.score_rows, self.value_rows)
+        self.rows = -(-rows // step) * step
+
+
+def _attend(
+    shape: AttentionShape, block: _Block, key: Callable[..., Expr], value: Callable[..., Expr]
+) -> Any:
+    """The one body: an inline that takes rows [0, rows) of the scratch through one key block.
+
+    key(source, d, c): dimension d of the 16 keys of vector c; value(source, p, j, c): dimensions of vector c of key
+    16 p + j. Row r sees the keys below limit + r // group of the block; keys from ``present`` on do not exist.
+    """
+    D, G = shape.head_dim, shape.group
+    SR, SV, VR, VV = block.score_rows, block.score_vectors, block.value_rows, block.value_vectors
+    DIMS = block.dim_vectors
+    UNROLL = 4
+
+    @T.inline
+    def scores(source, r0, c0, q, s, acc):  # type: ignore[no-untyped-def]
+        for i in T.unroll(SR * SV):
+            acc[i, _lanes()] = splat(0.0)
+        for d0 in T.serial(D // UNROLL):
+            for d1 in T.unroll(UNROLL):
+                for c in T.unroll(SV):
+                    for r in T.unroll(SR):
+                        acc[r * SV + c, _lanes()] = fma(
+                            splat(q[r0 + r, d0 * UNROLL + d1]),
+                            key(source, d0 * UNROLL + d1, c0 + c),
+                            acc[r * SV + c, _lanes()],
+                        )
+        for r in T.unroll(SR):
+            for c in T.unroll(SV):
+                s[r0 + r, _lanes(c0 + c)] = acc[r * SV + c, _lanes()]
+
+    @T.inline
+    def softmax(r, seen, s, o, total, top, factor):  # type: ignore[no-untyped-def]
+        if seen < KEY_BLOCK:
+            for c in T.unroll(VECTORS_PER_BLOCK):
+                s[r, _lanes(c)] = T.Select(
+                    _lanes(c) < T.broadcast(seen, LANES), s[r, _lanes(c)], splat(float("-inf"))
+                )
+        before: T.let[T.float32] = top[r]
+        now: T.let[T.float32] = T.max(
+            before, lane_max(left_fold(tirx.max, [s[r, _lanes(c)] for c in range(VECTORS_PER_BLOCK)]))
+        )
+        top[r] = now
+        factor[_lanes()] = exp2(splat(before - now))
+        for c in T.unroll(VECTORS_PER_BLOCK):
+            s[r, _lanes(c)] = exp2(s[r, _lanes(c)] - splat(now))
+        if seen < KEY_BLOCK:
+            for c in T.unroll(VECTORS_PER_BLOCK):
+                s[r, _lanes(c)] = T.Select(_lanes(c) < T.broadcast(seen, LANES), s[r, _lanes(c)], splat(0.0))
+        total[r, _lanes()] = fma(
+            total[r, _lanes()],
+            factor[_lanes()],
+            left_fold(lambda x, y: x + y, [s[r, _lanes(c)] for c in range(VECTORS_PER_BLOCK)]),
+        )
+        for c in T.unroll(DIMS):
+            o[r, _lanes(c)] = o[r, _lanes(c)] * factor[_lanes()]
+
+    @T.inline
+    def values(source, r0, c0, present, s, o, acc):  # type: ignore[no-untyped-def]
+        for r in T.unroll(VR):
+            for c in T.unroll(VV):
+                acc[r * VV + c, _lanes()] = o[r0 + r, _lanes(c0 + c)]
+        for p in T.serial(VECTORS_PER_BLOCK):
+            for j in T.serial(
+                T.max(0, T.min(LANES, present - p * LANES))
+            ):  # a free slot may hold NaN: 0 * NaN is NaN
+                for c in T.unroll(VV):
+                    for r in T.unroll(VR):
+                        acc[r * VV + c, _lanes()] = fma(
+                            splat(s[r0 + r, p * LANES + j]),
+                            value(source, p, j, c0 + c),
+                            acc[r * VV + c, _lanes()],
+                        )
+        for r in T.unroll(VR):
+            for c in T.unroll(VV):
+                o[r0 + r, _lanes(c0 + c)] = acc[r * VV + c, _lanes()]
+
+    @T.inline
+    def attend(source, rows, limit, present, q, o, total, top, s, acc, factor):  # type: ignore[no-untyped-def]
+        for c in T.serial(block.score_panels):
+            for r in T.serial((rows + (SR - 1)) // SR):
+                scores(source, r * SR, c * SV, q, s, acc)
+        for r in T.serial(rows):
+            softmax(r, limit + r // G, s, o, total, top, factor)
+        for c in T.serial(block.value_panels):
+            for r in T.serial((rows + (VR - 1)) // VR):
+                values(source, r * VR, c * VV, present, s, o, acc)
+
+    return attend
+
+
+@T.inline
+def _clear(rows, dims, o, total, top):  # type: ignore[no-untyped-def]
+    """A fresh softmax state: nothing seen yet."""
+    for r in T.serial(rows):
+        for c in T.unroll(dims):
+            o[r, _lanes(c)] = splat(0.0)
+        total[r, _lanes()] = splat(0.0)
+        top[r] = T.float32(LOWEST)
+
+
+@T.inline
+def _finish(o, r, out, row, head, total, dims):  # type: ignore[no-untyped-def]
+    """out[row, head] = o[r] / (sum of the 16 lanes of total[r])."""
+    whole: T.let[T.float32] = lane_sum(total[r, _lanes()])
+    for c in T.unroll(dims):
+        out[row, head, _lanes(c)] = o[r, _lanes(c)] / splat(whole)
+
+
+@functools.lru_cache
+def prefill_kernel(shape: AttentionShape, isa: Isa) -> tirx.PrimFunc:
+    """f(q, pool, layer, table, tasks, thread_tasks, out): attention of the rows that a ``PrefillPlan`` names.
+
+    q, out: float32 [rows, num_heads, head_dim]; pool: the KV layout's shape, K/V of the rows already in it; layer: int64;
+    table: int32 [sequences, max_pages], entries behind a sequence's end are never read. Rows of out that no task names
+    stay as they are.
+    """
+    H, HK, D, PS, G = shape.num_heads, shape.kv_heads, shape.head_dim, shape.page_size, shape.group
+    dtype = shape.kv_dtype
+    block = _Block(shape, isa, shape.query_tile * G)
+    ROWS, DIMS = block.rows, block.dim_vectors
+    SV, VV = block.score_vectors, block.value_vectors
+    scale = float(np.float32(LOG2_E / math.sqrt(D)))
+
+    def key(source: Any, d: Expr, c: Expr) -> Expr:
+        return source[0][c // SV, d, _lanes(c % SV)]
+
+    def value(source: Any, p: Expr, j: Expr, c: Expr) -> Expr:
+        return source[1][c // VV, p * LANES + j, _lanes(c % VV)]
+
+    attend = _attend(shape, block, key, value)
+
+    @T.inline
+    def widen(pool, layer, page, offset, hk, p, keys, vals):  # type: ignore[no-untyped-def]
+        """16 slots of a page, as float32 panels of the width that the register blocks read."""
+        for d in T.serial(D):
+            keys[p // SV, d, _lanes(p % SV)] = T.cast(
+                pool[layer, page, 0, hk, T.ramp(d * PS + offset, 1, LANES)], F32_LANES
+            )
+        for j in T.serial(LANES):
+            for c in T.unroll(DIMS):
+                vals[c // VV, p * LANES + j, _lanes(c % VV)] = T.cast(
+                    pool[layer, page, 1, hk, T.ramp((offset + j) * D + c * LANES, 1, LANES)], F32_LANES
+                )
+
+    @T.inline
+    def merge(r, o, total, top, o_all, total_all, top_all, factors):  # type: ignore[no-untyped-def]
+        """Add the state of a span to the state of the spans before it."""
+        before: T.let[T.float32] = top_all[r]
+        span: T.let[T.float32] = top[r]
+        now: T.let[T.float32] = T.max(before, span)
+        factors[0, _lanes()] = exp2(splat(before - now))
+        factors[1, _lanes()] = exp2(splat(span - now))
+        top_all[r] = now
+        total_all[r, _lanes()] = fma(
+            total[r, _lanes()], factors[1, _lanes()], total_all[r, _lanes()] * factors[0, _lanes()]
+        )
+        for c in T.unroll(DIMS):
+            o_all[r, _lanes(c)] = fma(
+                o[r, _lanes(c)], factors[1, _lanes()], o_all[r, _lanes(c)] * factors[0, _lanes()]
+            )
+
+    @T.prim_func(s_tir=True)
+    def prefill(
+        q_handle: T.handle,
+        pool_handle: T.handle,
+        layer: T.int64,
+        table_handle: T.handle,
+        tasks_handle: T.handle,
+        thread_tasks_handle: T.handle,
+        out_handle: T.handle,
+    ) -> None:
+        T.func_attr({"global_symbol": "attention_prefill", "tirx.noalias": True, "tirx.is_scheduled": True})
+        # int64 symbols make index arithmetic 64-bit: int32 offsets wrap in a pool of 2**31 elements
+        n = T.int64()
+        layers = T.int64()
+        pages = T.int64()
+        sequences = T.int64()
+        max_pages = T.int64()
+        num_tasks = T.int64()
+        threads = T.int64()
+        q = T.match_buffer(q_handle, (n, H, D), "float32")
+        pool = T.match_buffer(pool_handle, (layers, pages, 2, HK, PS * D), dtype)
+        table = T.match_buffer(table_handle, (sequences, max_pages), "int32")
+        tasks = T.match_buffer(tasks_handle, (num_tasks, TASK_FIELDS), "int32")
+        thread_tasks = T.match_buffer(thread_tasks_handle, (threads,), "int32")
+        out = T.match_buffer(out_handle, (n, H, D), "float32")
+        if num_tasks > T.int64(0):
+            for thread in T.parallel(threads - T.int64(1)):
+                with T.sblock("thread"):  # makes the scratch private to the thread
+                    T.reads()
+                    T.writes()
+                    scaled_q = T.sblock_alloc_buffer((ROWS, D), "float32", scope="local")
+                    o = T.sblock_alloc_buffer((ROWS, D), "float32", scope="local")
+                    total = T.sblock_alloc_buffer((ROWS, LANES), "float32", scope="local")
+                    top = T.sblock_alloc_buffer((ROWS,), "float32", scope="local")
+                    o_all = T.sblock_alloc_buffer((ROWS, D), "float32", scope="local")
+                    total_all = T.sblock_alloc_buffer((ROWS, LANES), "float32", scope="local")
+                    top_all = T.sblock_alloc_buffer((ROWS,), "float32", scope="local")
+                    s = T.sblock_alloc_buffer((ROWS, KEY_BLOCK), "float32", scope="local")
+                    acc = T.sblock_alloc_buffer((isa.accumulators, LANES), "float32", scope="local")
+                    factors = T.sblock_alloc_buffer((2, LANES), "float32", scope="local")
+                    factor = T.sblock_alloc_buffer((LANES,), "float32", scope="local")
+                    keys = T.sblock_alloc_buffer(
+                        (block.score_panels, D, SV * LANES), "float32", scope="local"
+                    )
+                    vals = T.sblock_alloc_buffer(
+                        (block.value_panels, KEY_BLOCK, VV * LANES), "float32", scope="local"
+                    )
+                    for r in T.serial(ROWS):  # rows that pad the last register block stay finite
+                        for c in T.unroll(DIMS):
+                            scaled_q[r, _lanes(c)] = splat(0.0)
+                    for i in T.serial(thread_tasks[thread + T.int64(1)] - thread_tasks[thread]):
+                        task: T.let[T.int32] = thread_tasks[thread] + i
+                        sequence: T.let[T.int32] = tasks[task, 0]
+                        row: T.let[T.int32] = tasks[task, 1]
+                        count: T.let[T.int32] = tasks[task, 2]
+                        position: T.let[T.int32] = tasks[task, 3]
+                        hk: T.let[T.int32] = tasks[task, 4]
+                        rows: T.let[T.int32] = count * G  # scratch row = query * G + head of the group
+                        length: T.let[T.int32] = position + count
+                        for r in T.serial(rows):
+                            for c in T.unroll(DIMS):
+                                scaled_q[r, _lanes(c)] = q[row + r // G, hk * G + r % G, _lanes(c)] * splat(
+                                    scale
+                                )
+                        _clear(rows, DIMS, o_all, total_all, top_all)
+                        for span in T.serial((length + (KEY_SPAN - 1)) // KEY_SPAN):
+                            _clear(ROWS, DIMS, o, total, top)
+                            for b in T.serial(
+                                T.min(
+                                    BLOCKS_PER_SPAN, (length - span * KEY_SPAN + (KEY_BLOCK - 1)) // KEY_BLOCK
+                                )
+                            ):
+                                first: T.let[T.int32] = span * KEY_SPAN + b * KEY_BLOCK
+                                for p in T.serial(VECTORS_PER_BLOCK):
+                                    # never a page beyond the sequence: repeat the last 16 slots, which are masked
+                                    slot: T.let[T.int32] = T.min(
+                                        first + p * LANES, (length - 1) // LANES * LANES
+                                    )
+                                    widen(
+                                        pool, layer, table[sequence, slot // PS], slot % PS, hk, p, keys, vals
+                                    )
+                                attend(
+                                    (keys, vals),
+                                    rows,
+                                    position + 1 - first,
+                                    length - first,
+                                    scaled_q,
+                                    o,
+                                    total,
+                                    top,
+                                    s,
+                                    acc,
+                                    factor,
+                                )
+                            for r in T.serial(rows):
+                                merge(r, o, total, top, o_all, total_all, top_all, factors)
+                        for r in T.serial(rows):
+                            _finish(o_all, r, out, row + r // G, hk * G + r % G, total_all, DIMS)
+
+    return prefill
+
+
+@functools.lru_cache
+def decode_kernel(shape: AttentionShape, isa: Isa) -> tirx.PrimFunc:
+    """f(q, pool, layer, table, tasks, thread_tasks, merges, workspace, out): the rows that a ``DecodePlan`` names.
+
+    Arguments as of ``prefill_kernel``; workspace: float32 of at least the plan's shape, scratch, content meaningless.
+    Writes only its own rows of out: give it the prefill kernel's output in place (index 8). Same bits as the prefill kernel.
+    """
+    H, HK, D, PS, G = shape.num_heads, shape.kv_heads, shape.head_dim, shape.page_size, shape.group
+    dtype = shape.kv_dtype
+    block = _Block(shape, isa, G)
+    ROWS, DIMS = block.rows, block.dim_vectors
+    scale = float(np.float32(LOG2_E / math.sqrt(D)))
+
+    def key(source: Any, d: Expr, c: Expr) -> Expr:
+        pool, layer, table, sequence, hk, first, length = source
+        slot = tirx.min(first + c * LANES, (length - 1) // LANES * LANES)  # never a page beyond the sequence
+        page = table[sequence, slot // PS]
+        return tirx.Cast(F32_LANES, pool[layer, page, 0, hk, tirx.Ramp(d * PS + slot % PS, 1, LANES)])
+
+    def value(source: Any, p: Expr, j: Expr, c: Expr) -> Expr:
+        pool, layer, table, sequence, hk, first, _length = source
+        slot = first + p * LANES
+        page = table[sequence, slot // PS]
+        return tirx.Cast(
+            F32_LANES, pool[layer, page, 1, hk, tirx.Ramp((slot % PS + j) * D + c * LANES, 1, LANES)]
+        )
+
+    attend = _attend(shape, block, key, value)
+
+    @T.inline
+    def merge(workspace, slot, g, o, total, top, factors):  # type: ignore[no-untyped-def]
+        """Add the state of a span to the state of the spans before it (``prefill``'s merge, from the workspace)."""
+        before: T.let[T.float32] = top[0]
+        span: T.let[T.float32] = workspace[slot, g, D + LANES]
+        now: T.let[T.float32] = T.max(before, span)
+        factors[0, _lanes()] = exp2(splat(before - now))
+        factors[1, _lanes()] = exp2(splat(span - now))
+        top[0] = now
+        total[0, _lanes()] = fma(
+            workspace[slot, g, _lanes(DIMS)], factors[1, _lanes()], total[0, _lanes()] * factors[0, _lanes()]
+        )
+        for c in T.unroll(DIMS):
+            o[0, _lanes(c)] = fma(
+                workspace[slot, g, _lanes(c)], factors[1, _lanes()], o[0, _lanes(c)] * factors[0, _lanes()]
+            )
+
+    @T.prim_func(s_tir=True)
+    def decode(
+        q_handle: T.handle,
+        pool_handle: T.handle,
+        layer: T.int64,
+        table_handle: T.handle,
+        tasks_handle: T.handle,
+        thread_tasks_handle: T.handle,
+        merges_handle: T.handle,
+        workspace_handle: T.handle,
+        out_handle: T.handle,
+    ) -> None:
+        T.func_attr({"global_symbol": "attention_decode", "tirx.noalias": True, "tirx.is_scheduled": True})
+        n = T.int64()
+        layers = T.int64()
+        pages = T.int64()
+        sequences = T.int64()
+        max_pages = T.int64()
+        num_tasks = T.int64()
+        threads = T.int64()
+        num_merges = T.int64()
+        slots = T.int64()
+        q = T.match_buffer(q_handle, (n, H, D), "float32")
+        pool = T.match_buffer(pool_handle, (layers, pages, 2, HK, PS * D), dtype)
+        table = T.match_buffer(table_handle, (sequences, max_pages), "int32")
+        tasks = T.match_buffer(tasks_handle, (num_tasks, TASK_FIELDS), "int32")
+        thread_tasks = T.match_buffer(thread_tasks_handle, (threads,), "int32")
+        merges = T.match_buffer(merges_handle, (num_merges, 4), "int32")
+        workspace = T.match_buffer(workspace_handle, (slots, G, D + 2 * LANES), "float32")
+        out = T.match_buffer(out_handle, (n, H, D), "float32")
+        if num_tasks > T.int64(0):
+            for thread in T.parallel(threads - T.int64(1)):
+                with T.sblock("thread"):
+                    T.reads()
+                    T.writes()
+                    scaled_q = T.sblock_alloc_buffer((ROWS, D), "float32", scope="local")
+                    o = T.sblock_alloc_buffer((ROWS, D), "float32", scope="local")
+                    total = T.sblock_alloc_buffer((ROWS, LANES), "float32", scope="local")
+                    top = T.sblock_alloc_buffer((ROWS,), "float32", scope="local")
+                    s = T.sblock_alloc_buffer((ROWS, KEY_BLOCK), "float32", scope="local")
+                    acc = T.sblock_alloc_buffer((isa.accumulators, LANES), "float32", scope="local")
+                    factor = T.sblock_alloc_buffer((LANES,), "float32", scope="local")
+                    for r in T.serial(ROWS):
+                        for c in T.unroll(DIMS):
+                            scaled_q[r, _lanes(c)] = splat(0.0)
+                    for i in T.serial(thread_tasks[thread + T.int64(1)] - thread_tasks[thread]):
+                        task: T.let[T.int32] = thread_tasks[thread] + i
+                        sequence: T.let[T.int32] = tasks[task, 0]
+                        row: T.let[T.int32] = tasks[task, 1]
+                        span: T.let[T.int32] = tasks[task, 2]
+                        length: T.let[T.int32] = tasks[task, 3] + 1
+                        hk: T.let[T.int32] = tasks[task, 4]
+                        slot: T.let[T.int32] = tasks[task, 5]
+                        for g in T.serial(G):
+                            for c in T.unroll(DIMS):
+                                scaled_q[g, _lanes(c)] = q[row, hk * G + g, _lanes(c)] * splat(scale)
+                        _clear(ROWS, DIMS, o, total, top)
+                        for b in T.serial(
+                            T.min(BLOCKS_PER_SPAN, (length - span * KEY_SPAN + (KEY_BLOCK - 1)) // KEY_BLOCK)
+                        ):
+                            first: T.let[T.int32] = span * KEY_SPAN + b * KEY_BLOCK
+                            attend(
+                                (pool, layer, table, sequence, hk, first, length),
+                                G,
+                                length - first,
+                                length - first,
+                                scaled_q,
+                                o,
+                                total,
+                                top,
+                                s,
+                                acc,
+                                factor,
+                            )
+                        for g in T.serial(G):
+                            if slot < 0:
+                                _finish(o, g, out, row, hk * G + g, total, DIMS)
+                            else:
+                                for c in T.unroll(DIMS):
+                                    workspace[slot, g, _lanes(c)] = o[g, _lanes(c)]
+                                workspace[slot, g, _lanes(DIMS)] = total[g, _lanes()]
+                                workspace[slot, g, D + LANES] = top[g]
+        if num_merges > T.int64(0):
+            for m in T.parallel(num_merges):
+                with T.sblock("merge"):
+                    T.reads()
+                    T.writes()
+                    o_all = T.sblock_alloc_buffer((1, D), "float32", scope="local")
+                    total_all = T.sblock_alloc_buffer((1, LANES), "float32", scope="local")
+                    top_all = T.sblock_alloc_buffer((1,), "float32", scope="local")
+                    factors = T.sblock_alloc_buffer((2, LANES), "float32", scope="local")
+                    for g in T.serial(G):
+                        _clear(1, DIMS, o_all, total_all, top_all)
+                        for x in T.serial(merges[m, 3]):
+                            merge(workspace, merges[m, 2] + x, g, o_all, total_all, top_all, factors)
+                        _finish(o_all, 0, out, merges[m, 0], merges[m, 1] * G + g, total_all, DIMS)
+
+    return decode
