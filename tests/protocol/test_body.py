@@ -1,0 +1,140 @@
+"""Strict JSON bodies: what is refused, and that no refusal repeats the body or breaks out of InvalidRequest."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from microserving.errors import InvalidRequest
+from microserving.protocol.body import (
+    MAX_DEPTH,
+    header_value,
+    ignored_fields,
+    parse_object,
+    refuse_ignored,
+    validate,
+)
+from microserving.protocol.openai import ChatCompletionRequest, CompletionRequest
+
+
+def refusal(call: Callable[[], object]) -> InvalidRequest | None:
+    try:
+        call()
+    except InvalidRequest as error:
+        return error
+    return None
+
+
+def nested(levels: int) -> bytes:
+    return b'{"a":' + b"[" * (levels - 1) + b"]" * (levels - 1) + b"}"
+
+
+@pytest.mark.case("API-26")
+@pytest.mark.parametrize(
+    "body",
+    [
+        b"",
+        b'{"model":"tiny",,"messages":[]}',
+        b'{"model":"tiny","prompt":"a',
+        b'{"prompt":"\xff\xfe"}',
+        b'\xef\xbb\xbf{"prompt":"a"}',
+        b'{"prompt":"a","prompt":"b"}',
+        b'{"prompt":"a","x":{"k":1,"k":2}}',
+        b'{"temperature":NaN}',
+        b'{"temperature":Infinity}',
+        b'{"temperature":-Infinity}',
+        b'{"temperature":1e999}',
+        b'{"seed":' + b"9" * 5000 + b"}",
+        b'{"prompt":"\\ud83d"}',
+        b'{"\\udc00":1}',
+        b'{"prompt":"a"} trailing',
+        nested(MAX_DEPTH + 1),
+        nested(100_000),
+        b"[]",
+        b'"text"',
+        b"null",
+        b"1",
+    ],
+)
+def test_what_is_not_one_strict_json_object_is_refused(body: bytes) -> None:
+    with pytest.raises(InvalidRequest) as caught:
+        parse_object(body)
+    assert len(caught.value.message) <= 200
+
+
+def test_the_deepest_allowed_nesting_and_pairs_of_surrogates_pass() -> None:
+    parse_object(nested(MAX_DEPTH))
+    assert parse_object(b'{"prompt":"\\ud83d\\ude00"}') == {"prompt": "😀"}
+
+
+@pytest.mark.case("API-26")
+@given(st.binary(max_size=300))
+def test_any_bytes_are_an_object_or_an_invalid_request(body: bytes) -> None:
+    error = refusal(lambda: parse_object(body))
+    assert error is None or len(error.message.encode()) <= 250
+
+
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False) | st.text(),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=8), inner, max_size=3),
+    max_leaves=8,
+)
+COMPLETION_FIELDS = sorted(CompletionRequest.model_fields)
+CHAT_FIELDS = sorted(ChatCompletionRequest.model_fields)
+
+
+@pytest.mark.case("SC-22")
+@given(st.sampled_from(COMPLETION_FIELDS), JSON)
+def test_any_value_of_a_completion_field_is_taken_or_an_invalid_request(name: str, value: object) -> None:
+    error = refusal(lambda: validate(CompletionRequest, {"prompt": "a", name: value}))
+    assert error is None or (error.param is not None and error.param.split(".")[0] == name)
+    assert error is None or len(error.message) <= 330
+
+
+@pytest.mark.case("SC-22")
+@given(st.sampled_from(CHAT_FIELDS), JSON)
+def test_any_value_of_a_chat_field_is_taken_or_an_invalid_request(name: str, value: object) -> None:
+    body = {"messages": [{"role": "user", "content": "a"}], name: value}
+    error = refusal(lambda: validate(ChatCompletionRequest, body))
+    assert error is None or (error.param is not None and error.param.split(".")[0] == name)
+
+
+@pytest.mark.case("API-29")
+def test_unknown_fields_are_ignored_and_named() -> None:
+    body = {"prompt": "a", "store": False, "foo": 1, "gone": None, "user": "u"}
+    validate(CompletionRequest, body)
+    assert ignored_fields(CompletionRequest, body) == ["store", "foo"]
+
+
+@pytest.mark.case("SC-16")
+def test_names_in_the_header_are_bounded_and_printable() -> None:
+    value = header_value(["a\r\nset-cookie: x", "é", "ok", "x" * 500, *map(str, range(1000))])
+    assert value.isascii()
+    assert "\r" not in value
+    assert "\n" not in value
+    assert value.startswith("a??set-cookie??x, ?, ok, ")
+    assert value.endswith("...")
+    assert len(value) < 1200
+
+
+def test_the_strict_setting_names_the_field() -> None:
+    with pytest.raises(InvalidRequest, match="foo") as caught:
+        refuse_ignored(["foo"])
+    assert caught.value.param == "foo"
+
+
+def test_an_error_names_the_path_and_never_repeats_the_value() -> None:
+    secret = "tell-nobody" * 100
+    messages = [{"role": "user", "content": "a"}, {"role": secret, "content": "b"}]
+    with pytest.raises(InvalidRequest) as caught:
+        validate(ChatCompletionRequest, {"messages": messages})
+    assert caught.value.param == "messages.1.role"
+    assert "tell-nobody" not in caught.value.message
+    with pytest.raises(InvalidRequest) as caught:
+        validate(CompletionRequest, {"prompt": "a", "logit_bias": {secret: 1}})
+    assert secret not in caught.value.message
+    assert len(json.dumps(caught.value.message)) < 400

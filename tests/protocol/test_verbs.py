@@ -1,0 +1,180 @@
+"""The verbs' bodies and index rules, and the reader of `start_generate` streams."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+from microserving.errors import EngineUnavailable, InvalidRequest, KVExhausted
+from microserving.protocol.body import parse_object, validate
+from microserving.protocol.generation import (
+    GenerationChunk,
+    GenerationRequest,
+    RemoteSendResult,
+    SamplingParams,
+    StopParams,
+)
+from microserving.protocol.microserving import (
+    GenerationStreamReader,
+    PrepRecvAnswer,
+    PrepRecvRequest,
+    RemoteSendAnswer,
+    RemoteSendRequest,
+    StartGenerateRequest,
+    completion_body,
+    remote_send_body,
+    resolve_index,
+    stream_fields,
+)
+from microserving.protocol.responses import AnswerShape, dump
+
+SEND = {"prompt": [1, 2], "begin": 0, "end": -1, "kv_addr_info": "x", "recv_rank": 0}
+
+
+@pytest.mark.parametrize(
+    ("value", "resolved"), [(0, 0), (5, 5), (-1, 4), (-5, 0), (3, 3)]
+)  # over 5 tokens; the end itself is legal
+def test_resolve_index(value: int, resolved: int) -> None:
+    assert resolve_index(value, 5, param="end") == resolved
+
+
+@pytest.mark.parametrize("value", [6, -6, 2**31 - 1, -(2**31)])
+def test_an_index_outside_the_prompt(value: int) -> None:
+    with pytest.raises(InvalidRequest) as caught:
+        resolve_index(value, 5, param="begin")
+    assert caught.value.param == "begin"
+
+
+@pytest.mark.case("SC-22")
+@pytest.mark.parametrize("name", ["begin", "end", "recv_rank"])
+@pytest.mark.parametrize("value", [2**31, -(2**31) - 1, 2**63, 2**64, 1.0, "1", True, None, []])
+def test_indices_are_integers_in_a_range(name: str, value: Any) -> None:
+    with pytest.raises(InvalidRequest) as caught:
+        validate(RemoteSendRequest, {**SEND, name: value})
+    assert caught.value.param == name
+
+
+def test_what_a_verb_refuses() -> None:
+    for fields, param in [
+        ({"prompt": ["a", "b"]}, "prompt"),
+        ({"n": 2}, "n"),
+        ({"kv_addr_info": ""}, "kv_addr_info"),
+        ({"kv_addr_info": 5}, "kv_addr_info"),
+        ({"recv_rank": -1}, "recv_rank"),
+        ({"request_id": ""}, "request_id"),
+    ]:
+        with pytest.raises(InvalidRequest) as caught:
+            validate(RemoteSendRequest, {**SEND, **fields})
+        assert caught.value.param == param
+    for fields, param in [
+        ({"preemption": "return"}, "preemption"),
+        ({"resume_output_ids": [1]}, "resume_output_ids"),
+    ]:
+        with pytest.raises(InvalidRequest) as caught:
+            validate(StartGenerateRequest, {"prompt": "a", "begin": 0, **fields})
+        assert caught.value.param == param
+
+
+def test_the_request_id_is_request_id_else_user() -> None:
+    def given_id(**fields: Any) -> str | None:
+        return validate(PrepRecvRequest, {"prompt": "a", "end": 0, **fields}).given_id
+
+    assert given_id(request_id="r", user="u") == "r"
+    assert given_id(user="u") == "u"
+    assert given_id(user="") is None
+    assert given_id() is None
+
+
+def test_an_mlc_body_passes() -> None:
+    body = {
+        "model": "m",
+        "prompt": [1, 2],
+        "end": -1,
+        "best_of": 1,
+        "suffix": None,
+        "debug_config": {"a": 1},
+        "user": "7",
+    }
+    request = validate(
+        PrepRecvRequest, {**body, "logprobs": None, "stream": False, "echo": False, "max_tokens": None}
+    )
+    assert request.only_prompt == [1, 2]
+    assert request.end == -1
+
+
+def test_mlc_answers_are_understood() -> None:
+    answer = validate(PrepRecvAnswer, {"kv_append_metadata": "x", "prefix_matched_length": 3})
+    assert answer.prefix_matched_length == 3
+    assert validate(RemoteSendAnswer, {}).result() == RemoteSendResult(0, 0, 0, 0, 0.0, 0.0, 0.0)
+
+
+def test_remote_send_answers_survive_the_wire() -> None:
+    result = RemoteSendResult(5, 4, 100, 1, 1.5, 0.5, 0.25)
+    assert validate(RemoteSendAnswer, parse_object(dump(remote_send_body(result)))).result() == result
+
+
+def test_a_generation_request_survives_the_wire() -> None:
+    sampling = SamplingParams(0.8, 0.9, 40, 0.05, 0.5, -0.5, 1.1, {3: -100.0, 7: 1.5}, 2**64 - 1)
+    request = GenerationRequest("r-1", (1, 2, 3), sampling, StopParams(9, ("a", "b"), (4,), True))
+    body = {**completion_body(request, model="m"), **stream_fields(), "begin": -1}
+    parsed = validate(StartGenerateRequest, parse_object(dump(body)))
+    assert parsed.seed == 2**64 - 1
+    assert parsed.sampling_params(parsed.seed) == sampling
+    assert parsed.stop_params(parsed.max_tokens or 0) == request.stop
+    assert (parsed.only_prompt, parsed.given_id, parsed.begin) == ([1, 2, 3], "r-1", -1)
+    assert parsed.stream
+    assert parsed.include_usage
+    assert parsed.return_token_ids
+
+
+CHUNKS = [
+    GenerationChunk("a", (1,), None, 4, 1),
+    GenerationChunk("", (2, 3), None, 4, 3),
+    GenerationChunk("b", (4,), "length", 4, 4),
+]
+
+
+def events(include_usage: bool) -> list[str]:
+    shape = AnswerShape(
+        "completion", answer_id="x", created=1, model="m", include_usage=include_usage, token_ids=True
+    )
+    data = [event for chunk in CHUNKS for event in shape.chunks(0, chunk, first=False)]
+    usage = shape.usage_chunk(4, 4)
+    return [event.decode() for event in (*data, *([usage] if usage else []))] + ["[DONE]"]
+
+
+@pytest.mark.parametrize("include_usage", [True, False])
+def test_a_stream_gives_back_its_chunks(include_usage: bool) -> None:
+    reader = GenerationStreamReader(prompt_tokens=4)
+    assert [chunk for event in events(include_usage) for chunk in reader.feed(event)] == CHUNKS
+    assert reader.done
+
+
+def test_the_usage_of_the_stream_wins() -> None:
+    reader = GenerationStreamReader(prompt_tokens=4)
+    reader.feed('{"choices":[{"index":0,"text":"a","finish_reason":"stop"}]}')
+    (last,) = reader.feed(
+        '{"choices":[],"usage":{"prompt_tokens":9,"completion_tokens":8,"total_tokens":17}}'
+    )
+    assert (last.prompt_tokens, last.completion_tokens, last.finish_reason) == (9, 8, "stop")
+
+
+@pytest.mark.parametrize(
+    "data",
+    ["", "nonsense", "[]", '{"choices":5}', '{"choices":[{"text":5}]}', '{"choices":[{"finish_reason":""}]}'],
+)
+def test_a_broken_event_is_a_failed_engine(data: str) -> None:
+    with pytest.raises(EngineUnavailable):
+        GenerationStreamReader(prompt_tokens=1).feed(data)
+
+
+def test_an_error_event_is_raised_as_what_it_was() -> None:
+    body = json.dumps(
+        {"error": {"message": "no pages", "type": "server_error", "param": None, "code": "kv_exhausted"}}
+    )
+    with pytest.raises(KVExhausted, match="no pages"):
+        GenerationStreamReader(prompt_tokens=1).feed(body)
+    with pytest.raises(EngineUnavailable):
+        GenerationStreamReader(prompt_tokens=1).feed('{"error":{}}')
