@@ -1,1 +1,17 @@
-"""TODO: what this package owns."""
+"""How KV gets from one engine's pool into another's: the contract, its implementations, and their registry.
+
+Knows nothing of models, schedulers or HTTP; pools are bytes, reservations are lease ids.
+"""
+
+from microserving.transports.base import Connection, Lease, LeaseObserver, RemotePool, Transport
+from microserving.transports.registry import TRANSPORTS, create_transport
+
+__all__ = [
+    "TRANSPORTS",
+    "Connection",
+    "Lease",
+    "LeaseObserver",
+    "RemotePool",
+    "Transport",
+    "create_transport",
+]

@@ -1,0 +1,174 @@
+"""The in-process transport: the whole contract without sockets, and faults on demand. For tests and trials.
+
+Transports that share a `FakeNetwork` reach each other. Everything happens in the caller's thread.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+
+from microserving.errors import LeaseError, StartupError, TransferFailed
+from microserving.transports.base import Connection, Lease, LeaseObserver, RemotePool, Transport
+
+
+@dataclass(eq=False)
+class FakeNetwork:
+    """Who can be reached, and the faults: refuse_begin refuses every write; fail_finish loses every finish."""
+
+    refuse_begin: bool = False
+    fail_finish: bool = False
+    receivers: dict[tuple[str, str], FakeTransport] = field(default_factory=dict)
+
+
+class FakeTransport(Transport):
+    name = "fake"
+
+    def __init__(self, *, runtime_dir: Path | None = None, network: FakeNetwork | None = None) -> None:  # noqa: ARG002
+        """runtime_dir: not used. network None: a network of its own (it reaches itself only)."""
+        self._network = network if network is not None else FakeNetwork()
+        self._connecting = threading.Lock()  # guards _links
+        self._lock = threading.Lock()  # guards _inbound and _closed
+        self._memory: npt.NDArray[np.uint8] | None = None
+        self._total_pages = 0
+        self._identity: tuple[str, str] | None = None
+        self._observer: LeaseObserver | None = None
+        self._inbound: list[FakeConnection] = []
+        self._links: dict[str, FakeConnection] = {}
+        self._closed = False
+
+    def allocate(self, nbytes: int) -> npt.NDArray[np.uint8]:
+        if self._memory is not None:
+            raise StartupError("the KV pool is allocated already")
+        if nbytes <= 0:
+            raise StartupError(f"transport init failed: a KV pool of {nbytes} bytes was asked for")
+        page = 4096
+        raw = np.zeros(nbytes + page, np.uint8)
+        skip = -raw.ctypes.data % page
+        self._memory = raw[skip : skip + nbytes]
+        return self._memory
+
+    def serve(self, engine_id: str, epoch: str, total_pages: int, observer: LeaseObserver) -> None:
+        if self._memory is None or self._observer is not None:
+            raise StartupError("a transport is served once, after its KV pool is allocated")
+        if total_pages < 1 or self._memory.nbytes % total_pages:
+            raise StartupError(f"a KV pool of {self._memory.nbytes} bytes is not {total_pages} whole pages")
+        if (engine_id, epoch) in self._network.receivers:
+            raise StartupError("a live engine has this id and epoch")
+        self._total_pages = total_pages
+        self._observer = observer
+        self._identity = (engine_id, epoch)
+        self._network.receivers[self._identity] = self
+
+    def describe(self) -> Mapping[str, str | int]:
+        return {"name": self.name, "nbytes": 0 if self._memory is None else self._memory.nbytes}
+
+    def connect(self, engine_id: str, epoch: str, timeout_s: float) -> Connection:  # noqa: ARG002
+        receiver = self._network.receivers.get((engine_id, epoch))
+        with self._connecting:
+            old = self._links.get(engine_id)
+            if old is not None and old.epoch == epoch and old.alive:
+                return old
+            if self._closed or receiver is None:
+                raise TransferFailed(f"engine {engine_id} cannot be reached")
+            link = self._links[engine_id] = receiver._accept(self._network)
+        if old is not None:
+            old.retire()
+        return link
+
+    def close(self) -> None:
+        """Also what a process's death looks like to the others (``vanish``)."""
+        with self._lock:
+            if self._closed:
+                return
+            self._closed = True
+            links = [*self._links.values(), *self._inbound]
+        if self._identity is not None:
+            self._network.receivers.pop(self._identity, None)
+        for link in links:
+            link.close()
+        self._memory = None
+
+    vanish = close
+
+    def _accept(self, network: FakeNetwork) -> FakeConnection:
+        with self._lock:
+            if self._closed or self._memory is None or self._observer is None or self._identity is None:
+                raise TransferFailed("the receiving engine is gone")
+            pool = RemotePool(self._memory, self._total_pages)
+            link = FakeConnection(network, self._observer, pool, self._identity)
+            self._inbound = [other for other in self._inbound if other.alive] + [link]
+        return link
+
+
+class FakeConnection(Connection):
+    """Both ends of a link in one object."""
+
+    def __init__(
+        self, network: FakeNetwork, observer: LeaseObserver, pool: RemotePool, receiver: tuple[str, str]
+    ) -> None:
+        self.engine_id, self.epoch = receiver
+        self._network = network
+        self._observer = observer
+        self._pool = pool
+        self._lock = threading.RLock()  # guards the three below
+        self._alive = True
+        self._retired = False
+        self._writing: dict[int, Lease] = {}
+
+    @property
+    def pool(self) -> RemotePool:
+        return self._pool
+
+    @property
+    def alive(self) -> bool:
+        return self._alive
+
+    def begin(self, lease: Lease, timeout_s: float) -> None:  # noqa: ARG002
+        with self._lock:
+            self._check_alive()
+            if (lease.engine_id, lease.epoch) != (self.engine_id, self.epoch):
+                raise LeaseError("the reservation was made by another process of the engine")
+            if lease.lease_id in self._writing:
+                raise LeaseError("the reservation is being written already")
+            if self._network.refuse_begin or not self._observer.begin_write(lease):
+                raise LeaseError("the receiver does not know the reservation, or it has ended")
+            self._writing[lease.lease_id] = lease
+
+    def finish(self, lease: Lease, ok: bool, timeout_s: float) -> None:  # noqa: ARG002
+        with self._lock:
+            self._check_alive()
+            if self._writing.pop(lease.lease_id, None) is None:
+                raise LeaseError("the reservation is not being written here")
+            lost = self._network.fail_finish
+            counted = self._observer.end_write(lease, ok and not lost)
+            if self._retired and not self._writing:
+                self.close()
+        if lost:
+            raise TransferFailed("the receiving engine did not answer")
+        if ok and not counted:
+            raise LeaseError("the reservation ended before its KV had arrived")
+
+    def close(self) -> None:
+        with self._lock:
+            self._alive = False
+            leases = list(self._writing.values())
+            self._writing.clear()
+        for lease in leases:
+            self._observer.end_write(lease, False)
+
+    def retire(self) -> None:
+        """Close when the last lease in flight is done."""
+        with self._lock:
+            self._retired = True
+            if not self._writing:
+                self.close()
+
+    def _check_alive(self) -> None:
+        if not self._alive:
+            raise TransferFailed("the receiving engine is gone")

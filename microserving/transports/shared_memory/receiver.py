@@ -1,0 +1,189 @@
+"""The receiving end: accepts writers, gives them the pool, and tells the lease observer when they begin and stop.
+
+All of it runs on the transport's thread and never waits for a peer. A writer that is stopped keeps its leases; a
+writer that hangs up or ends has stopped writing, so its unfinished leases end. A writer that breaks the protocol is
+not heard any more, but it may still write: its leases end with its process.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import select
+import socket
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass, field
+
+from microserving.transports.base import Lease, LeaseObserver
+from microserving.transports.shared_memory.event_loop import READ, WRITE, EventLoop
+from microserving.transports.shared_memory.frames import (
+    MAX_FRAME_BYTES,
+    Frame,
+    FrameError,
+    Hello,
+    Op,
+    decode_frame,
+    encode_frame,
+    encode_hello,
+)
+from microserving.transports.shared_memory.sockets import Peer, is_ready
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(eq=False, slots=True)
+class _Writer:
+    """One connected sender. unsent: the reply that its full socket did not take; nothing is read until it is sent."""
+
+    link: socket.socket
+    pidfd: int
+    leases: dict[int, Lease] = field(default_factory=dict)
+    unsent: bytes | None = None
+
+
+class Receiver:
+    """Serves writers on ``listener``. Owns the listener and every accepted connection. Loop thread only."""
+
+    def __init__(
+        self,
+        loop: EventLoop,
+        listener: socket.socket,
+        pool_fd: int,
+        hello: Hello,
+        observer: LeaseObserver,
+        identify: Callable[[socket.socket], Peer],
+    ) -> None:
+        self._loop = loop
+        self._listener = listener
+        self._pool_fd = pool_fd
+        self._hello = hello
+        self._observer = observer
+        self._identify = identify
+        self._writers: set[_Writer] = set()
+        self._spare_fd = os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC)
+
+    def start(self) -> None:
+        self._loop.watch(self._listener.fileno(), READ, self._accept)
+
+    def close(self) -> None:
+        """Hang up on every writer (their unfinished leases end) and stop to listen."""
+        self._loop.forget(self._listener.fileno())
+        self._listener.close()
+        for writer in list(self._writers):
+            self._end(writer)
+        os.close(self._spare_fd)
+
+    # ------------------------------------------------------------------------------------------------- connections
+
+    def _accept(self, _: int) -> None:
+        try:
+            link, _address = self._listener.accept()
+        except (BlockingIOError, ConnectionAbortedError):
+            return
+        except OSError as error:  # out of file descriptors: refuse this one, or the loop would spin on it
+            _log.warning("cannot accept a KV writer: %s", error.strerror)
+            self._refuse_one()
+            return
+        link.setblocking(False)
+        try:
+            peer = self._identify(link)
+        except OSError:
+            link.close()
+            return
+        if peer.uid != os.getuid():
+            _log.warning("refused a KV writer of user %d", peer.uid)
+            os.close(peer.pidfd)
+            link.close()
+            return
+        self._welcome(_Writer(link, peer.pidfd))
+
+    def _refuse_one(self) -> None:
+        os.close(self._spare_fd)
+        with suppress(OSError):
+            self._listener.accept()[0].close()
+        self._spare_fd = os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC)
+
+    def _welcome(self, writer: _Writer) -> None:
+        self._writers.add(writer)
+        self._loop.watch(writer.pidfd, READ, lambda _: self._end(writer))
+        self._loop.watch(writer.link.fileno(), READ, lambda events: self._serve(writer, events))
+        try:
+            socket.send_fds(writer.link, [encode_hello(self._hello)], [self._pool_fd])
+        except OSError:
+            self._end(writer)
+
+    def _end(self, writer: _Writer) -> None:
+        """The writer is gone: release what it has. Idempotent."""
+        if writer not in self._writers:
+            return
+        self._writers.remove(writer)
+        self._loop.forget(writer.link.fileno())
+        self._loop.forget(writer.pidfd)
+        writer.link.close()
+        os.close(writer.pidfd)
+        for lease in writer.leases.values():
+            self._observer.end_write(lease, False)
+
+    def _distrust(self, writer: _Writer, why: FrameError) -> None:
+        _log.error("a KV writer broke the protocol (%s); its leases are kept until its process ends", why)
+        self._loop.forget(writer.link.fileno())
+        with suppress(OSError):
+            writer.link.shutdown(socket.SHUT_RDWR)
+
+    # ------------------------------------------------------------------------------------------------------ frames
+
+    def _serve(self, writer: _Writer, events: int) -> None:
+        if writer.unsent is not None:
+            if events & WRITE:
+                self._reply(writer, writer.unsent)
+            return
+        try:
+            data, _, flags, _ = writer.link.recvmsg(MAX_FRAME_BYTES)
+        except BlockingIOError:
+            return
+        except OSError:
+            self._end(writer)
+            return
+        if not data and is_ready(writer.link.fileno(), select.POLLHUP):
+            self._end(writer)
+            return
+        try:
+            if flags & socket.MSG_TRUNC:
+                raise FrameError("frame too long")
+            frame = decode_frame(data)
+            flag = self._handle(writer, frame)
+        except FrameError as error:
+            self._distrust(writer, error)
+            return
+        self._reply(writer, encode_frame(Frame(Op.REPLY, frame.number, frame.lease_id, flag)))
+
+    def _handle(self, writer: _Writer, frame: Frame) -> bool:
+        """What the reply says."""
+        if frame.op is Op.BEGIN:
+            lease = Lease(self._hello.engine_id, self._hello.epoch, frame.request_id, frame.lease_id)
+            if frame.lease_id in writer.leases or not self._observer.begin_write(lease):
+                return False
+            writer.leases[frame.lease_id] = lease
+            return True
+        if frame.op is Op.FINISH:
+            begun = writer.leases.pop(frame.lease_id, None)
+            if begun is None:
+                return False
+            arrived = self._observer.end_write(begun, frame.flag)
+            return arrived or not frame.flag
+        raise FrameError("a writer does not reply")
+
+    def _reply(self, writer: _Writer, data: bytes) -> None:
+        link = writer.link
+        try:
+            link.send(data)
+        except BlockingIOError:
+            writer.unsent = data
+            self._loop.watch(link.fileno(), WRITE, lambda events: self._serve(writer, events))
+        except OSError:
+            self._end(writer)
+        else:
+            if writer.unsent is not None:
+                writer.unsent = None
+                self._loop.watch(link.fileno(), READ, lambda events: self._serve(writer, events))
