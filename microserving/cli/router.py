@@ -1,0 +1,70 @@
+"""`microserving router`: a router in front of engines. Every field of ``RouterConfig`` is a flag; no engine code is loaded."""
+
+from __future__ import annotations
+
+import argparse
+import json
+
+from microserving.cli.flags import add_config_flags, config_from
+from microserving.router.config import RouterConfig, Setting
+
+HELP_TEXTS = {
+    "program": "the router program: a Python file, or the name of one that comes with microserving",
+    "prefill_peers": "URLs of the engines that compute prompts, separated by commas",
+    "decode_peers": "URLs of the engines that generate, separated by commas; a hybrid engine may be in both lists",
+    "serving_bind": "address to listen on; beyond loopback --cluster-secret-file is needed",
+    "port": "port to listen on; 0 = any free one",
+    "peer_timeout_s": "seconds within which every peer must answer at the start",
+    "connect_timeout_s": "seconds to connect to an engine",
+    "probe_interval_s": "seconds between two probes of an engine",
+    "probe_timeout_s": "seconds that an engine may take to answer a probe",
+    "probe_misses": "probes without an answer after which an engine is out of its pools",
+    "prep_recv_timeout_s": "seconds that a reservation may take",
+    "stage_timeout_s": "longest silence of an engine within one verb or stream, in seconds",
+    "release_timeout_s": "seconds that freeing what a request holds may take",
+    "cluster_secret_file": "file with the cluster's secret (16 bytes or more)",
+    "strict_fields": "refuse requests with unknown fields instead of naming them in a header",
+}
+OTHER_FORM = frozenset({"program_settings"})
+"""Fields that are not a flag of the same name: ``--set``."""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.description = (
+        "Start a router: an OpenAI server (/v1) that runs your program over engines.\n"
+        "It needs no model and no GPU: the tokenizer comes from the engines."
+    )
+    add_config_flags(parser, RouterConfig, HELP_TEXTS, skip=OTHER_FORM)
+    parser.add_argument(
+        "--set",
+        dest="settings",
+        action="append",
+        default=[],
+        type=parse_setting,
+        metavar="KEY=VALUE",
+        help="a setting of the program, as in --set pd_balance_factor=0.1; may be given several times",
+    )
+
+
+def parse_setting(text: str) -> tuple[str, Setting]:
+    """``key=value``; a value that is a JSON number, true, false or "text" is read as that, else it is text as it is."""
+    key, separator, raw = text.partition("=")
+    if not separator or not key.isidentifier():
+        raise argparse.ArgumentTypeError(f"{text!r} is not KEY=VALUE")
+    try:
+        value = json.loads(raw)
+    except ValueError:
+        return key, raw
+    return key, value if isinstance(value, (str, int, float, bool)) else raw
+
+
+def run(options: argparse.Namespace) -> int:
+    config = config_from(options, RouterConfig, {"program_settings": dict(options.settings)})
+    from microserving.cluster.secret import check_secret
+    from microserving.observability import configure_logging
+    from microserving.router.run import run_router
+
+    configure_logging("DEBUG" if options.verbose else "INFO")
+    check_secret("router", config.serving_bind, config.cluster_secret_file)
+    run_router(config)
+    return 0

@@ -1,0 +1,54 @@
+"""`microserving serve`: one engine. Every field of ``EngineConfig`` is a flag."""
+
+from __future__ import annotations
+
+import argparse
+
+from microserving.cli.flags import add_config_flags, config_from
+from microserving.engine.config import EngineConfig
+
+HELP_TEXTS = {
+    "model": "a model of the catalog (`microserving model list`), a GGUF file, or a Hugging Face directory",
+    "served_model_name": "the model's name in the API, instead of its own",
+    "serving_bind": "address to listen on; beyond loopback prefill and decode need --cluster-secret-file",
+    "port": "port to listen on; 0 = any free one",
+    "node_role": "what the engine is for; hybrid serves OpenAI clients by itself and takes every verb",
+    "node_id": "this engine's name in its cluster",
+    "rank": "rank within a tensor-parallel engine",
+    "threads": "compute threads; the default is the cores that this process may use",
+    "kv_dtype": "number format of the KV cache",
+    "page_size": "tokens in one KV page",
+    "kv_cache_bytes": "bytes of the KV pool",
+    "max_context": "most tokens of prompt plus output; none = what the model was trained for",
+    "chunk_size_tokens": "most prompt tokens computed in one step, so that long prompts do not stop other output",
+    "max_batch_size": "most sequences that decode in one step",
+    "max_sequences": "most sequences held, active and queued",
+    "reserve_wait_s": "seconds that prep_recv waits for free pages before it answers 503",
+    "lease_ttl_s": "seconds that a reservation lives without being renewed",
+    "transfer_timeout_s": "seconds without an answer from the receiver after which a hand-off has failed",
+    "cluster_secret_file": "file with the cluster's secret (16 bytes or more) that signs KV descriptors",
+    "runtime_dir": "private directory for the sockets between engines of one machine; all must name the same",
+    "cache_dir": "where models and compiled code are kept; none = the user's cache directory",
+    "strict_fields": "refuse requests with unknown fields instead of naming them in a header",
+}
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.description = (
+        "Start one engine: an OpenAI server (/v1) that also takes the verbs (/microserving).\n"
+        "A hybrid engine needs nothing else; prefill and decode engines stand behind a router."
+    )
+    add_config_flags(parser, EngineConfig, HELP_TEXTS)
+
+
+def run(options: argparse.Namespace) -> int:
+    config = config_from(options, EngineConfig)
+    from microserving.cluster.secret import check_secret
+    from microserving.observability import configure_logging
+    from microserving.observability.console import Console
+    from microserving.server.run import run_engine
+
+    configure_logging("DEBUG" if options.verbose else "INFO")
+    check_secret(config.node_role, config.serving_bind, config.cluster_secret_file)
+    run_engine(config, progress=Console(verbose=options.verbose).progress)
+    return 0

@@ -1,0 +1,161 @@
+"""The plan made from a cluster's file: which process listens where, on which cores, with which settings.
+
+Pure but for ``claim_ports`` (it looks which ports are free). Starts nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from pydantic import BaseModel
+
+from microserving.cluster.addresses import Address, claim_ports, parse_address
+from microserving.cluster.config import ClusterConfig, RouterSection
+from microserving.engine.config import EngineConfig
+from microserving.router.config import RouterConfig
+
+
+@dataclass(frozen=True, slots=True)
+class EngineNode:
+    """One engine process. cpus: the cores it is pinned to."""
+
+    config: EngineConfig
+    address: Address
+    cpus: frozenset[int]
+
+
+@dataclass(frozen=True, slots=True)
+class RouterNode:
+    """The router process. Peers are URLs; a hybrid engine is a peer of both kinds."""
+
+    config: RouterConfig
+    address: Address
+
+
+@dataclass(frozen=True, slots=True)
+class Topology:
+    """What runs. Without a router the only engine is what clients talk to."""
+
+    name: str
+    model: str
+    engines: tuple[EngineNode, ...]
+    router: RouterNode | None
+
+    @property
+    def public_url(self) -> str:
+        """Where clients send their requests."""
+        front = self.router if self.router is not None else self.engines[0]
+        return front.address.url
+
+    @property
+    def served_model_name(self) -> str | None:
+        """The name that the file gives the model, if it gives one."""
+        return self.engines[0].config.served_model_name
+
+
+def plan(
+    config: ClusterConfig,
+    *,
+    secret_file: Path,
+    runtime_dir: Path,
+    cache_dir: Path | None,
+    cpus: Sequence[int],
+) -> Topology:
+    """Choose ports and cores. cpus: the cores to share out. Raises StartupError when a port is busy."""
+    router = _router_section(config)
+    wanted = {f"node {node.id}": parse_address(node.address) for node in config.nodes}
+    if router is not None:
+        wanted["router"] = parse_address(router.address)
+    addresses = claim_ports(wanted)
+    shares = share_cpus([node.resources.compute_units for node in config.nodes], cpus)
+    common = {"cluster_secret_file": secret_file, "runtime_dir": runtime_dir}
+    if cache_dir is not None:
+        common["cache_dir"] = cache_dir
+    engines = tuple(
+        _engine_node(config.engine_settings(node) | common, addresses[f"node {node.id}"], share)
+        for node, share in zip(config.nodes, shares, strict=True)
+    )
+    return Topology(
+        name=config.cluster.name,
+        model=config.model.name,
+        engines=engines,
+        router=None if router is None else _router_node(router, addresses["router"], engines, secret_file),
+    )
+
+
+def share_cpus(units: Sequence[int | None], cpus: Sequence[int]) -> list[frozenset[int]]:
+    """Cores for each engine: as many as its compute units, or an even part of what the others leave (at least one).
+
+    When more are wanted than there are, engines share: the cores are dealt out in turn, over and over.
+    """
+    unset = sum(1 for unit in units if unit is None)
+    left = max(len(cpus) - sum(unit or 0 for unit in units), 0)
+    shares: list[frozenset[int]] = []
+    dealt = 0
+    unset_dealt = 0
+    for unit in units:
+        if unit is None:
+            count = max(left // unset + (unset_dealt < left % unset), 1)
+            unset_dealt += 1
+        else:
+            count = min(unit, len(cpus))
+        shares.append(frozenset(cpus[(dealt + i) % len(cpus)] for i in range(count)))
+        dealt += count
+    return shares
+
+
+def _router_section(config: ClusterConfig) -> RouterSection | None:
+    """One hybrid engine needs no router; everything else gets one."""
+    if config.router is None and len(config.nodes) > 1:
+        return RouterSection()
+    return config.router
+
+
+def _engine_node(settings: dict[str, Any], address: Address, cpus: frozenset[int]) -> EngineNode:
+    placed = {"serving_bind": address.host, "port": address.port, "threads": len(cpus)}
+    return EngineNode(EngineConfig.model_validate(placed | settings), address, cpus)
+
+
+def _router_node(
+    section: RouterSection, address: Address, engines: Sequence[EngineNode], secret_file: Path
+) -> RouterNode:
+    disaggregated = any(engine.config.node_role == "prefill" for engine in engines)
+    settings = {
+        "program": section.program or ("prefill_decode" if disaggregated else "round_robin"),
+        "program_settings": section.settings,
+        "prefill_peers": _peers(engines, "prefill"),
+        "decode_peers": _peers(engines, "decode"),
+        "serving_bind": address.host,
+        "port": address.port,
+        "cluster_secret_file": secret_file,
+    }
+    return RouterNode(RouterConfig.model_validate(settings | (section.model_extra or {})), address)
+
+
+def _peers(engines: Sequence[EngineNode], role: str) -> tuple[str, ...]:
+    return tuple(engine.address.url for engine in engines if engine.config.node_role in (role, "hybrid"))
+
+
+def describe(config: ClusterConfig, topology: Topology) -> list[str]:
+    """The effective configuration, one `key = value (origin)` a line."""
+    lines = [f"cluster.name = {topology.name!r}", f"model.name = {topology.model!r}"]
+    if topology.router is not None:
+        given = set((config.router or RouterSection()).model_fields_set)
+        lines += _describe(topology.router.config, "router", given | {"program_settings"})
+    for node, engine in zip(config.nodes, topology.engines, strict=True):
+        lines += _describe(engine.config, f"nodes.{node.id}", set(config.engine_settings(node)))
+    return lines
+
+
+def _describe(settings: BaseModel, prefix: str, in_file: set[str]) -> list[str]:
+    """origin: the file, chosen by the plan, or the default."""
+    lines = []
+    for field in type(settings).model_fields:
+        value = getattr(settings, field)
+        chosen = "chosen" if field in settings.model_fields_set else "default"
+        shown = str(value) if isinstance(value, Path) else value
+        lines.append(f"{prefix}.{field} = {shown!r} ({'file' if field in in_file else chosen})")
+    return lines
