@@ -72,10 +72,14 @@ class GenerationRequest:
 class RemoteSendResult:
     """What one `remote_send` did. Durations in milliseconds.
 
-    prefill_ms: from the first step's begin to the last layer's compute end. transfer_ms: sum of the put times.
-    exposed_ms: how long the answer was later than it would have been without the transfer (the puts that no compute
-    hid, the hand-shakes with the receiver). layer_times: per step, per layer [put_begin, put_end, layer_end] in
-    nanoseconds since the first put began; only when asked for (debugging, tests).
+    prefix_matched_length: how many of the prompt's tokens the sender had cached and did not compute. prefill_ms: from
+    the first step's begin to the last layer's compute end, puts included. transfer_ms: sum of the put times, of whole
+    steps (a step shared with other sends to the same receiver counts for each). exposed_ms: how much later the answer
+    came than the same prefill without a transfer: the two hand-shakes with the receiver (connect and begin, before the
+    first step; finish, after the last) plus transfer_ms. A put runs on the engine's thread between a layer's K/V and
+    its attention, so none of it is hidden; what layer-wise sending hides is the wait for a bulk copy after the last
+    layer. layer_times_ns: per step, per layer (put_begin, put_end, layer_end) in nanoseconds since the first put began
+    (debugging, tests).
     """
 
     tokens_computed: int

@@ -86,23 +86,11 @@ def check_secret(secret: bytes | None) -> bytes | None:
 # ---------------------------------------------------------------------------------------------- segments and slots
 
 
-def segments_from_pages(pages: Sequence[int], begin: int, end: int, page_size: int) -> tuple[int, ...]:
-    """The slots of positions [begin, end) as ``(n, begin_1, len_1, ...)``, neighbouring pages joined into one run.
-
-    pages: the sequence's page ids in position order from position 0; covers at least ``end`` positions.
-    """
-    runs: list[list[int]] = []
-    position = begin
-    while position < end:
-        page_index, offset = divmod(position, page_size)
-        length = min(page_size - offset, end - position)
-        slot = pages[page_index] * page_size + offset
-        if runs and sum(runs[-1]) == slot:
-            runs[-1][1] += length
-        else:
-            runs.append([slot, length])
-        position += length
-    return (len(runs), *(value for run in runs for value in run))
+def segments_from_slots(slots: npt.NDArray[np.int32]) -> tuple[int, ...]:
+    """int32 slots in position order as ``(n, begin_1, len_1, ...)``: neighbouring slots joined into runs."""
+    cuts = np.flatnonzero(np.diff(slots) != 1) + 1
+    runs = [run for run in np.split(slots, cuts) if len(run)]
+    return (len(runs), *(value for run in runs for value in (int(run[0]), len(run))))
 
 
 def slots_from_segments(segments: Sequence[int]) -> npt.NDArray[np.int32]:
