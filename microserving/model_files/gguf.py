@@ -7,7 +7,6 @@ Format: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md
 
 from __future__ import annotations
 
-import mmap
 import struct
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -18,6 +17,7 @@ import numpy as np
 import numpy.typing as npt
 
 from microserving.errors import ModelLoadError
+from microserving.model_files.mapped_file import MappedFile
 from microserving.model_files.weights import FORMATS, WeightKind
 
 _T = TypeVar("_T")
@@ -246,36 +246,19 @@ class GGUFFile:
     def __init__(self, path: Path) -> None:
         self.path = path
         try:
-            self._map = _map_file(path)
-            cursor = _Cursor(memoryview(self._map))
+            self._file = MappedFile(path)
+            cursor = _Cursor(self._file.head())
             tensor_count, pair_count = _read_header(cursor)
             self.metadata = _read_metadata(cursor, pair_count)
             self.alignment = _alignment(self.metadata)
             self.tensors = _read_tensors(cursor, tensor_count, self.alignment)
-            _check_extents(self.tensors.values(), len(self._map))
+            _check_extents(self.tensors.values(), self._file.size)
         except ModelLoadError as error:
             raise ModelLoadError(f"{path}: {error.message}") from None
 
     def tensor_bytes(self, tensor: GGUFTensor) -> npt.NDArray[np.uint8]:
         """Read-only view uint8 [nbytes]. Raises ModelLoadError when the file has been cut since it was opened."""
-        end = tensor.offset + tensor.nbytes
-        size = self._map.size()
-        if size < end:
-            raise ModelLoadError(
-                f"{self.path}: the file was cut: expected {len(self._map)} bytes, found {size}"
-            )
-        return np.frombuffer(self._map, np.uint8, tensor.nbytes, tensor.offset)
-
-
-def _map_file(path: Path) -> mmap.mmap:
-    try:
-        with path.open("rb") as file:
-            if file.seek(0, 2) == 0:
-                raise ModelLoadError("the file is empty: expected 24 bytes or more, found 0")
-            return mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
-    except (OSError, ValueError) as error:
-        reason = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
-        raise ModelLoadError(f"cannot be read: {reason}") from None
+        return self._file.view(tensor.offset, tensor.nbytes)
 
 
 def _read_header(cursor: _Cursor) -> tuple[int, int]:

@@ -16,7 +16,7 @@ import numpy.typing as npt
 
 from microserving.errors import ModelLoadError
 from microserving.model_files.gguf import GGUFFile, GGUFMetadata, GGUFTensor
-from microserving.model_files.model_config import ModelConfig, config_from_gguf, tensor_shapes
+from microserving.model_files.model_config import ModelConfig, check_tensors, config_from_gguf
 from microserving.model_files.model_hash import model_hash
 from microserving.model_files.weights import Weight
 
@@ -47,21 +47,6 @@ def canonical_name(name: str) -> str | None:
     if match is None or match[2] not in _LAYER_NAMES:
         return None
     return f"model.layers.{match[1]}.{_LAYER_NAMES[match[2]]}.weight"
-
-
-def check_tensors(config: ModelConfig, found: Mapping[str, tuple[int, ...]]) -> None:
-    """Raises ModelLoadError unless ``found`` is exactly what a model of this shape has."""
-    expected = tensor_shapes(config)
-    for name, shape in expected.items():
-        if name not in found:
-            raise ModelLoadError(f"tensor {name!r} is missing")
-        if found[name] != shape:
-            raise ModelLoadError(f"tensor {name!r} has shape {found[name]}, not {shape} as the config says")
-    extra = sorted(found.keys() - expected.keys())
-    if extra:
-        raise ModelLoadError(
-            f"tensor {extra[0]!r} is not part of a {config.architecture} model of this shape"
-        )
 
 
 def neox_rows(rows: npt.NDArray[np.uint8], heads: int) -> npt.NDArray[np.uint8]:

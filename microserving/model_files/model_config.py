@@ -96,6 +96,21 @@ def tensor_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
     return shapes
 
 
+def check_tensors(config: ModelConfig, found: Mapping[str, tuple[int, ...]]) -> None:
+    """Raises ModelLoadError unless ``found`` is exactly what a model of this shape has."""
+    expected = tensor_shapes(config)
+    for name, shape in expected.items():
+        if name not in found:
+            raise ModelLoadError(f"tensor {name!r} is missing")
+        if found[name] != shape:
+            raise ModelLoadError(f"tensor {name!r} has shape {found[name]}, not {shape} as the config says")
+    extra = sorted(found.keys() - expected.keys())
+    if extra:
+        raise ModelLoadError(
+            f"tensor {extra[0]!r} is not part of a {config.architecture} model of this shape"
+        )
+
+
 def config_from_gguf(
     metadata: GGUFMetadata, *, vocab_size: int, tied: bool, fallback_name: str
 ) -> ModelConfig:

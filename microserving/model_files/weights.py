@@ -66,7 +66,7 @@ class Weight:
         return FORMATS[self.kind].elements > 1
 
     def dequantize(self) -> npt.NDArray[np.float32]:
-        """A fresh or read-only float32 array of ``shape``."""
+        """A fresh float32 array of ``shape``."""
         if self.is_quantised:
             codes, scale, bias = self.affine()
             blocks = codes.reshape(*scale.shape, BLOCK_ELEMENTS).astype(np.float32)
@@ -76,7 +76,7 @@ class Weight:
             values = (halves.astype(np.uint32) << np.uint32(16)).view(np.float32)
         else:
             floats = np.ascontiguousarray(self.rows).view("<f4" if self.kind == "f32" else "<f2")
-            values = floats.astype(np.float32, copy=False)
+            values = floats.astype(np.float32)
         return values.reshape(self.shape)
 
     def affine(self) -> Affine:

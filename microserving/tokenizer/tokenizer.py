@@ -1,0 +1,172 @@
+"""Text <-> token ids of one model, and its chat template: the same object in an engine and in the router.
+
+Owns the rule of the start token and which ids end a generation. BPE itself is the ``tokenizers`` library's. Does not
+know weights; ``loading`` makes one from a model's files, ``to_dict``/``from_dict`` carry it to another process.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from tokenizers import Tokenizer as Library
+
+from microserving.errors import InvalidRequest, ModelLoadError
+from microserving.tokenizer.chat_template import ChatTemplate, Messages, TemplateUnusableError
+from microserving.tokenizer.pieces import IncrementalDetokenizer, Pieces
+
+if TYPE_CHECKING:
+    from microserving.model_files.resolved_model import ResolvedModel
+
+FORMAT_VERSION = 1
+
+
+@dataclass(frozen=True, slots=True)
+class TokenizerFacts:
+    """What a tokenizer is besides the library's part; everything JSON can carry.
+
+    prefix_ids, suffix_ids: put around every text (a start token, say). special_tokens: name -> text, as templates
+    use them (``bos_token``, ``eos_token``, ...). eos_token_ids: sorted.
+    """
+
+    bos_token_id: int | None
+    eos_token_ids: tuple[int, ...]
+    prefix_ids: tuple[int, ...]
+    suffix_ids: tuple[int, ...]
+    special_tokens: Mapping[str, str]
+    chat_template: str | None
+
+
+class Tokenizer:
+    """Thread-safe. ``chat_unavailable`` says why chat is off; None when there is a usable template."""
+
+    def __init__(self, library: Library, facts: TokenizerFacts) -> None:
+        """Raises ModelLoadError when the library's tokenizer has a decoder that is not understood."""
+        library.no_truncation()
+        library.no_padding()
+        self._library = library
+        self._facts = facts
+        self._serialised = library.to_str()
+        self._pieces = Pieces(library, json.loads(self._serialised)["decoder"])
+        self.chat_unavailable: str | None = None
+        self._template = self._compile()
+        vocabulary = library.get_vocab(with_added_tokens=True)
+        self.vocab_size = 1 + max(vocabulary.values(), default=-1)
+
+    @classmethod
+    def load(cls, model: ResolvedModel) -> Tokenizer:
+        """The tokenizer that comes with a model; raises ModelLoadError."""
+        # Imported here: the router uses this class, but must not import the code that reads model files.
+        from microserving.tokenizer.loading import load_tokenizer
+
+        return load_tokenizer(model)
+
+    def _compile(self) -> ChatTemplate | None:
+        source = self._facts.chat_template
+        if source is None:
+            self.chat_unavailable = "the model has no chat template"
+            return None
+        try:
+            return ChatTemplate(source, self._facts.special_tokens)
+        except TemplateUnusableError as error:
+            self.chat_unavailable = f"the model's chat template cannot be used: {error}"
+            return None
+
+    @property
+    def bos_token_id(self) -> int | None:
+        return self._facts.bos_token_id
+
+    @property
+    def eos_token_ids(self) -> frozenset[int]:
+        """Every id that ends a generation."""
+        return frozenset(self._facts.eos_token_ids)
+
+    def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
+        """Token ids of ``text``; the texts of special tokens become those tokens.
+
+        add_special_tokens: put the model's prefix and suffix around it (a start token, say); a text that already
+        begins with that prefix does not get a second one. Raises InvalidRequest (``prompt``) for text that is not
+        valid Unicode.
+        """
+        return self._encode(text, add_special_tokens, "prompt")
+
+    def _encode(self, text: str, add_special_tokens: bool, param: str) -> list[int]:
+        try:
+            text.encode()
+        except UnicodeEncodeError:
+            raise InvalidRequest("the text holds half a surrogate pair", param=param) from None
+        ids: list[int] = self._library.encode(text, add_special_tokens=False).ids
+        if not add_special_tokens:
+            return ids
+        prefix = self._facts.prefix_ids
+        doubled = bool(prefix) and tuple(ids[: len(prefix)]) == prefix
+        return [*(() if doubled else prefix), *ids, *self._facts.suffix_ids]
+
+    def decode(self, ids: Iterable[int], *, skip_special_tokens: bool = True) -> str:
+        """The text of ``ids``; unknown ids give nothing, ill-formed bytes U+FFFD."""
+        detokenizer = IncrementalDetokenizer(self._pieces, skip_special_tokens=skip_special_tokens)
+        return "".join([*map(detokenizer.put, ids), detokenizer.flush()])
+
+    def detokenizer(self) -> IncrementalDetokenizer:
+        """A new one for one sequence; it skips special tokens."""
+        return IncrementalDetokenizer(self._pieces)
+
+    def render_chat(
+        self, messages: Messages, *, tools: Sequence[Any] | None = None, add_generation_prompt: bool = True
+    ) -> str:
+        """The prompt text of a chat. Raises InvalidRequest (``messages``, a part of it, or ``tools``)."""
+        if self._template is None:
+            raise InvalidRequest(f"chat is not available: {self.chat_unavailable}", param="messages")
+        return self._template.render(messages, tools=tools, add_generation_prompt=add_generation_prompt)
+
+    def encode_chat(
+        self, messages: Messages, *, tools: Sequence[Any] | None = None, add_generation_prompt: bool = True
+    ) -> list[int]:
+        """Token ids of a chat: the model's start token exactly once, whether or not the template writes it."""
+        text = self.render_chat(messages, tools=tools, add_generation_prompt=add_generation_prompt)
+        ids = self._encode(text, False, "messages")
+        bos = self.bos_token_id
+        starts = bos is not None and bos in self._facts.prefix_ids
+        return [bos, *ids] if bos is not None and starts and ids[:1] != [bos] else ids
+
+    def to_dict(self) -> dict[str, Any]:
+        """Everything, as JSON can carry it."""
+        facts = self._facts
+        return {
+            "version": FORMAT_VERSION,
+            "tokenizer": self._serialised,
+            "bos_token_id": facts.bos_token_id,
+            "eos_token_ids": list(facts.eos_token_ids),
+            "prefix_ids": list(facts.prefix_ids),
+            "suffix_ids": list(facts.suffix_ids),
+            "special_tokens": dict(facts.special_tokens),
+            "chat_template": facts.chat_template,
+        }
+
+    @classmethod
+    def from_dict(cls, document: Mapping[str, Any]) -> Tokenizer:
+        """The inverse of ``to_dict``; raises ModelLoadError for anything else."""
+        if document.get("version") != FORMAT_VERSION:
+            raise ModelLoadError(
+                f"tokenizer format {document.get('version')!r} is not version {FORMAT_VERSION}"
+            )
+        try:
+            facts = _facts_from(document)
+            library = Library.from_str(document["tokenizer"])
+        except Exception as error:  # noqa: BLE001 - the library raises plain Exception for bad JSON
+            raise ModelLoadError(f"the serialised tokenizer is malformed: {error}") from None
+        return cls(library, facts)
+
+
+def _facts_from(document: Mapping[str, Any]) -> TokenizerFacts:
+    bos, template = document["bos_token_id"], document["chat_template"]
+    return TokenizerFacts(
+        bos_token_id=None if bos is None else int(bos),
+        eos_token_ids=tuple(map(int, document["eos_token_ids"])),
+        prefix_ids=tuple(map(int, document["prefix_ids"])),
+        suffix_ids=tuple(map(int, document["suffix_ids"])),
+        special_tokens={str(name): str(text) for name, text in document["special_tokens"].items()},
+        chat_template=None if template is None else str(template),
+    )
