@@ -238,11 +238,11 @@ async def _ended(future: asyncio.Future[_T]) -> None:
             await asyncio.wait([future])
         except asyncio.CancelledError as error:
             cancelled = error
-    if cancelled is None:
-        return
-    if not future.cancelled() and (failure := future.exception()) is not None:
-        _log.info("failed while it was cancelled: %s", failure)
-    raise cancelled
+    failure = None if future.cancelled() else future.exception()
+    if cancelled is not None:
+        if failure is not None:
+            _log.info("failed while it was cancelled: %s", failure)
+        raise cancelled
 
 
 class _Write:
