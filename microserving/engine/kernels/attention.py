@@ -54,15 +54,17 @@ def _lanes(vector: Expr | int = 0) -> Expr:
 def _blocking(rows: int, vectors: int, isa: Isa) -> tuple[int, int]:
     """(rows, vectors) of a register block for the product of rows and vectors; vectors is a divisor.
 
-    The block with the most FMAs per load that fits; the loads of a block are its vectors and its row scalars.
+    Of the blocks whose accumulators and vector operands fit in registers, the one with the most FMAs per load (a load is a
+    vector or the broadcast of a row's scalar), less what the padding of the last block wastes.
     """
     best, best_score = (1, 1), 0.0
     for width in (v for v in range(1, vectors + 1) if vectors % v == 0):
-        height = min(rows, isa.accumulators // width)
-        if height == 0:
+        height = min(rows, (isa.accumulators + 1 - width) // width)
+        if height < 1:
             continue
-        height = -(-rows // -(-rows // height))  # the same number of blocks, evenly filled
-        score = height * width / (height / 2 + width)
+        blocks = -(-rows // height)
+        height = -(-rows // blocks)
+        score = height * width / (height / 2 + width) * rows / (blocks * height)
         if score > best_score:
             best, best_score = (height, width), score
     return best
@@ -91,7 +93,7 @@ def _attend(
     """
     D, G = shape.head_dim, shape.group
     SR, SV, VR, VV = block.score_rows, block.score_vectors, block.value_rows, block.value_vectors
-    DIMS = block.dim_vectors
+    DIMS, TOP = block.dim_vectors, D + LANES
     UNROLL = 4
 
     @T.inline
@@ -112,36 +114,36 @@ def _attend(
                 s[r0 + r, _lanes(c0 + c)] = acc[r * SV + c, _lanes()]
 
     @T.inline
-    def softmax(r, seen, s, o, total, top, factor):  # type: ignore[no-untyped-def]
+    def softmax(r, seen, s, state, factor):  # type: ignore[no-untyped-def]
         if seen < KEY_BLOCK:
             for c in T.unroll(VECTORS_PER_BLOCK):
                 s[r, _lanes(c)] = T.Select(
                     _lanes(c) < T.broadcast(seen, LANES), s[r, _lanes(c)], splat(float("-inf"))
                 )
-        before: T.let[T.float32] = top[r]
+        before: T.let[T.float32] = state[r, TOP]
         now: T.let[T.float32] = T.max(
             before, lane_max(left_fold(tirx.max, [s[r, _lanes(c)] for c in range(VECTORS_PER_BLOCK)]))
         )
-        top[r] = now
+        state[r, TOP] = now
         factor[_lanes()] = exp2(splat(before - now))
         for c in T.unroll(VECTORS_PER_BLOCK):
             s[r, _lanes(c)] = exp2(s[r, _lanes(c)] - splat(now))
         if seen < KEY_BLOCK:
             for c in T.unroll(VECTORS_PER_BLOCK):
                 s[r, _lanes(c)] = T.Select(_lanes(c) < T.broadcast(seen, LANES), s[r, _lanes(c)], splat(0.0))
-        total[r, _lanes()] = fma(
-            total[r, _lanes()],
+        state[r, _lanes(DIMS)] = fma(
+            state[r, _lanes(DIMS)],
             factor[_lanes()],
             left_fold(lambda x, y: x + y, [s[r, _lanes(c)] for c in range(VECTORS_PER_BLOCK)]),
         )
         for c in T.unroll(DIMS):
-            o[r, _lanes(c)] = o[r, _lanes(c)] * factor[_lanes()]
+            state[r, _lanes(c)] = state[r, _lanes(c)] * factor[_lanes()]
 
     @T.inline
-    def values(source, r0, c0, present, s, o, acc):  # type: ignore[no-untyped-def]
+    def values(source, r0, c0, present, s, state, acc):  # type: ignore[no-untyped-def]
         for r in T.unroll(VR):
             for c in T.unroll(VV):
-                acc[r * VV + c, _lanes()] = o[r0 + r, _lanes(c0 + c)]
+                acc[r * VV + c, _lanes()] = state[r0 + r, _lanes(c0 + c)]
         for p in T.serial(VECTORS_PER_BLOCK):
             for j in T.serial(
                 T.max(0, T.min(LANES, present - p * LANES))
@@ -155,38 +157,53 @@ def _attend(
                         )
         for r in T.unroll(VR):
             for c in T.unroll(VV):
-                o[r0 + r, _lanes(c0 + c)] = acc[r * VV + c, _lanes()]
+                state[r0 + r, _lanes(c0 + c)] = acc[r * VV + c, _lanes()]
 
     @T.inline
-    def attend(source, rows, limit, present, q, o, total, top, s, acc, factor):  # type: ignore[no-untyped-def]
-        for c in T.serial(block.score_panels):
+    def attend(source, rows, limit, present, q, state, s, acc, factor):  # type: ignore[no-untyped-def]
+        # panels of keys that do not exist yet keep stale scores, which softmax masks
+        for c in T.serial(T.min(block.score_panels, (present + (SV * LANES - 1)) // (SV * LANES))):
             for r in T.serial((rows + (SR - 1)) // SR):
                 scores(source, r * SR, c * SV, q, s, acc)
         for r in T.serial(rows):
-            softmax(r, limit + r // G, s, o, total, top, factor)
+            softmax(r, limit + r // G, s, state, factor)
         for c in T.serial(block.value_panels):
             for r in T.serial((rows + (VR - 1)) // VR):
-                values(source, r * VR, c * VV, present, s, o, acc)
+                values(source, r * VR, c * VV, present, s, state, acc)
 
     return attend
 
 
 @T.inline
-def _clear(rows, dims, o, total, top):  # type: ignore[no-untyped-def]
-    """A fresh softmax state: nothing seen yet."""
+def _clear(state, rows, dims):  # type: ignore[no-untyped-def]
+    """Fresh softmax states of the rows [0, rows): nothing seen yet."""
     for r in T.serial(rows):
-        for c in T.unroll(dims):
-            o[r, _lanes(c)] = splat(0.0)
-        total[r, _lanes()] = splat(0.0)
-        top[r] = T.float32(LOWEST)
+        for c in T.unroll(dims + 1):
+            state[r, _lanes(c)] = splat(0.0)
+        state[r, (dims + 1) * LANES] = T.float32(LOWEST)
 
 
 @T.inline
-def _finish(o, r, out, row, head, total, dims):  # type: ignore[no-untyped-def]
-    """out[row, head] = o[r] / (sum of the 16 lanes of total[r])."""
-    whole: T.let[T.float32] = lane_sum(total[r, _lanes()])
+def _merge(span, i, state, r, dims, factors):  # type: ignore[no-untyped-def]
+    """Add the state of a span, row i of ``span``, to row r of ``state``, the spans before it."""
+    before: T.let[T.float32] = state[r, (dims + 1) * LANES]
+    other: T.let[T.float32] = span[i, (dims + 1) * LANES]
+    now: T.let[T.float32] = T.max(before, other)
+    factors[0, _lanes()] = exp2(splat(before - now))
+    factors[1, _lanes()] = exp2(splat(other - now))
+    state[r, (dims + 1) * LANES] = now
+    for c in T.unroll(dims + 1):
+        state[r, _lanes(c)] = fma(
+            span[i, _lanes(c)], factors[1, _lanes()], state[r, _lanes(c)] * factors[0, _lanes()]
+        )
+
+
+@T.inline
+def _finish(state, r, out, row, head, dims):  # type: ignore[no-untyped-def]
+    """out[row, head] = the output of row r, divided by the sum of its 16 lanes."""
+    whole: T.let[T.float32] = lane_sum(state[r, _lanes(dims)])
     for c in T.unroll(dims):
-        out[row, head, _lanes(c)] = o[r, _lanes(c)] / splat(whole)
+        out[row, head, _lanes(c)] = state[r, _lanes(c)] / splat(whole)
 
 
 @functools.lru_cache
@@ -200,7 +217,7 @@ def prefill_kernel(shape: AttentionShape, isa: Isa) -> tirx.PrimFunc:
     H, HK, D, PS, G = shape.num_heads, shape.kv_heads, shape.head_dim, shape.page_size, shape.group
     dtype = shape.kv_dtype
     block = _Block(shape, isa, shape.query_tile * G)
-    ROWS, DIMS = block.rows, block.dim_vectors
+    ROWS, DIMS, WIDTH = block.rows, block.dim_vectors, shape.state_width
     SV, VV = block.score_vectors, block.value_vectors
     scale = float(np.float32(LOG2_E / math.sqrt(D)))
 
@@ -224,23 +241,6 @@ def prefill_kernel(shape: AttentionShape, isa: Isa) -> tirx.PrimFunc:
                 vals[c // VV, p * LANES + j, _lanes(c % VV)] = T.cast(
                     pool[layer, page, 1, hk, T.ramp((offset + j) * D + c * LANES, 1, LANES)], F32_LANES
                 )
-
-    @T.inline
-    def merge(r, o, total, top, o_all, total_all, top_all, factors):  # type: ignore[no-untyped-def]
-        """Add the state of a span to the state of the spans before it."""
-        before: T.let[T.float32] = top_all[r]
-        span: T.let[T.float32] = top[r]
-        now: T.let[T.float32] = T.max(before, span)
-        factors[0, _lanes()] = exp2(splat(before - now))
-        factors[1, _lanes()] = exp2(splat(span - now))
-        top_all[r] = now
-        total_all[r, _lanes()] = fma(
-            total[r, _lanes()], factors[1, _lanes()], total_all[r, _lanes()] * factors[0, _lanes()]
-        )
-        for c in T.unroll(DIMS):
-            o_all[r, _lanes(c)] = fma(
-                o[r, _lanes(c)], factors[1, _lanes()], o_all[r, _lanes(c)] * factors[0, _lanes()]
-            )
 
     @T.prim_func(s_tir=True)
     def prefill(
@@ -273,12 +273,10 @@ def prefill_kernel(shape: AttentionShape, isa: Isa) -> tirx.PrimFunc:
                     T.reads()
                     T.writes()
                     scaled_q = T.sblock_alloc_buffer((ROWS, D), "float32", scope="local")
-                    o = T.sblock_alloc_buffer((ROWS, D), "float32", scope="local")
-                    total = T.sblock_alloc_buffer((ROWS, LANES), "float32", scope="local")
-                    top = T.sblock_alloc_buffer((ROWS,), "float32", scope="local")
-                    o_all = T.sblock_alloc_buffer((ROWS, D), "float32", scope="local")
-                    total_all = T.sblock_alloc_buffer((ROWS, LANES), "float32", scope="local")
-                    top_all = T.sblock_alloc_buffer((ROWS,), "float32", scope="local")
+                    state = T.sblock_alloc_buffer((ROWS, WIDTH), "float32", scope="local")  # of the span
+                    before = T.sblock_alloc_buffer(
+                        (ROWS, WIDTH), "float32", scope="local"
+                    )  # of the spans before
                     s = T.sblock_alloc_buffer((ROWS, KEY_BLOCK), "float32", scope="local")
                     acc = T.sblock_alloc_buffer((isa.accumulators, LANES), "float32", scope="local")
                     factors = T.sblock_alloc_buffer((2, LANES), "float32", scope="local")
@@ -306,9 +304,9 @@ def prefill_kernel(shape: AttentionShape, isa: Isa) -> tirx.PrimFunc:
                                 scaled_q[r, _lanes(c)] = q[row + r // G, hk * G + r % G, _lanes(c)] * splat(
                                     scale
                                 )
-                        _clear(rows, DIMS, o_all, total_all, top_all)
+                        _clear(before, rows, DIMS)
                         for span in T.serial((length + (KEY_SPAN - 1)) // KEY_SPAN):
-                            _clear(ROWS, DIMS, o, total, top)
+                            _clear(state, ROWS, DIMS)
                             for b in T.serial(
                                 T.min(
                                     BLOCKS_PER_SPAN, (length - span * KEY_SPAN + (KEY_BLOCK - 1)) // KEY_BLOCK
@@ -329,17 +327,15 @@ def prefill_kernel(shape: AttentionShape, isa: Isa) -> tirx.PrimFunc:
                                     position + 1 - first,
                                     length - first,
                                     scaled_q,
-                                    o,
-                                    total,
-                                    top,
+                                    state,
                                     s,
                                     acc,
                                     factor,
                                 )
                             for r in T.serial(rows):
-                                merge(r, o, total, top, o_all, total_all, top_all, factors)
+                                _merge(state, r, before, r, DIMS, factors)
                         for r in T.serial(rows):
-                            _finish(o_all, r, out, row + r // G, hk * G + r % G, total_all, DIMS)
+                            _finish(before, r, out, row + r // G, hk * G + r % G, DIMS)
 
     return prefill
 
@@ -354,7 +350,7 @@ def decode_kernel(shape: AttentionShape, isa: Isa) -> tirx.PrimFunc:
     H, HK, D, PS, G = shape.num_heads, shape.kv_heads, shape.head_dim, shape.page_size, shape.group
     dtype = shape.kv_dtype
     block = _Block(shape, isa, G)
-    ROWS, DIMS = block.rows, block.dim_vectors
+    ROWS, DIMS, WIDTH = block.rows, block.dim_vectors, shape.state_width
     scale = float(np.float32(LOG2_E / math.sqrt(D)))
 
     def key(source: Any, d: Expr, c: Expr) -> Expr:
@@ -372,23 +368,6 @@ def decode_kernel(shape: AttentionShape, isa: Isa) -> tirx.PrimFunc:
         )
 
     attend = _attend(shape, block, key, value)
-
-    @T.inline
-    def merge(workspace, slot, g, o, total, top, factors):  # type: ignore[no-untyped-def]
-        """Add the state of a span to the state of the spans before it (``prefill``'s merge, from the workspace)."""
-        before: T.let[T.float32] = top[0]
-        span: T.let[T.float32] = workspace[slot, g, D + LANES]
-        now: T.let[T.float32] = T.max(before, span)
-        factors[0, _lanes()] = exp2(splat(before - now))
-        factors[1, _lanes()] = exp2(splat(span - now))
-        top[0] = now
-        total[0, _lanes()] = fma(
-            workspace[slot, g, _lanes(DIMS)], factors[1, _lanes()], total[0, _lanes()] * factors[0, _lanes()]
-        )
-        for c in T.unroll(DIMS):
-            o[0, _lanes(c)] = fma(
-                workspace[slot, g, _lanes(c)], factors[1, _lanes()], o[0, _lanes(c)] * factors[0, _lanes()]
-            )
 
     @T.prim_func(s_tir=True)
     def decode(
@@ -418,17 +397,18 @@ def decode_kernel(shape: AttentionShape, isa: Isa) -> tirx.PrimFunc:
         tasks = T.match_buffer(tasks_handle, (num_tasks, TASK_FIELDS), "int32")
         thread_tasks = T.match_buffer(thread_tasks_handle, (threads,), "int32")
         merges = T.match_buffer(merges_handle, (num_merges, 4), "int32")
-        workspace = T.match_buffer(workspace_handle, (slots, G, D + 2 * LANES), "float32")
+        workspace = T.match_buffer(workspace_handle, (slots, G, WIDTH), "float32")
         out = T.match_buffer(out_handle, (n, H, D), "float32")
+        states = T.decl_buffer(
+            (slots * T.int64(G), WIDTH), "float32", data=workspace.data
+        )  # row = slot * G + g
         if num_tasks > T.int64(0):
             for thread in T.parallel(threads - T.int64(1)):
                 with T.sblock("thread"):
                     T.reads()
                     T.writes()
                     scaled_q = T.sblock_alloc_buffer((ROWS, D), "float32", scope="local")
-                    o = T.sblock_alloc_buffer((ROWS, D), "float32", scope="local")
-                    total = T.sblock_alloc_buffer((ROWS, LANES), "float32", scope="local")
-                    top = T.sblock_alloc_buffer((ROWS,), "float32", scope="local")
+                    state = T.sblock_alloc_buffer((ROWS, WIDTH), "float32", scope="local")
                     s = T.sblock_alloc_buffer((ROWS, KEY_BLOCK), "float32", scope="local")
                     acc = T.sblock_alloc_buffer((isa.accumulators, LANES), "float32", scope="local")
                     factor = T.sblock_alloc_buffer((LANES,), "float32", scope="local")
@@ -446,7 +426,7 @@ def decode_kernel(shape: AttentionShape, isa: Isa) -> tirx.PrimFunc:
                         for g in T.serial(G):
                             for c in T.unroll(DIMS):
                                 scaled_q[g, _lanes(c)] = q[row, hk * G + g, _lanes(c)] * splat(scale)
-                        _clear(ROWS, DIMS, o, total, top)
+                        _clear(state, ROWS, DIMS)
                         for b in T.serial(
                             T.min(BLOCKS_PER_SPAN, (length - span * KEY_SPAN + (KEY_BLOCK - 1)) // KEY_BLOCK)
                         ):
@@ -457,34 +437,28 @@ def decode_kernel(shape: AttentionShape, isa: Isa) -> tirx.PrimFunc:
                                 length - first,
                                 length - first,
                                 scaled_q,
-                                o,
-                                total,
-                                top,
+                                state,
                                 s,
                                 acc,
                                 factor,
                             )
                         for g in T.serial(G):
                             if slot < 0:
-                                _finish(o, g, out, row, hk * G + g, total, DIMS)
+                                _finish(state, g, out, row, hk * G + g, DIMS)
                             else:
-                                for c in T.unroll(DIMS):
-                                    workspace[slot, g, _lanes(c)] = o[g, _lanes(c)]
-                                workspace[slot, g, _lanes(DIMS)] = total[g, _lanes()]
-                                workspace[slot, g, D + LANES] = top[g]
+                                for c in T.unroll(DIMS + 2):
+                                    states[slot * G + g, _lanes(c)] = state[g, _lanes(c)]
         if num_merges > T.int64(0):
             for m in T.parallel(num_merges):
                 with T.sblock("merge"):
                     T.reads()
                     T.writes()
-                    o_all = T.sblock_alloc_buffer((1, D), "float32", scope="local")
-                    total_all = T.sblock_alloc_buffer((1, LANES), "float32", scope="local")
-                    top_all = T.sblock_alloc_buffer((1,), "float32", scope="local")
+                    state = T.sblock_alloc_buffer((1, WIDTH), "float32", scope="local")
                     factors = T.sblock_alloc_buffer((2, LANES), "float32", scope="local")
                     for g in T.serial(G):
-                        _clear(1, DIMS, o_all, total_all, top_all)
+                        _clear(state, 1, DIMS)
                         for x in T.serial(merges[m, 3]):
-                            merge(workspace, merges[m, 2] + x, g, o_all, total_all, top_all, factors)
-                        _finish(o_all, 0, out, merges[m, 0], merges[m, 1] * G + g, total_all, DIMS)
+                            _merge(states, (merges[m, 2] + x) * G + g, state, 0, DIMS, factors)
+                        _finish(state, 0, out, merges[m, 0], merges[m, 1] * G + g, DIMS)
 
     return decode

@@ -60,6 +60,14 @@ class Isa:
             target["mattr"] = [f"+{feature}" for feature in self.features]
         return target
 
+    def check_kv_dtype(self, dtype: str) -> None:
+        """Raises ConfigError when the kernels cannot offer K/V pages of this dtype on this ISA."""
+        if dtype == "float16" and not self.converts_half:
+            raise ConfigError(
+                f"float16 K/V needs half conversion, which ISA {self.name} lacks: use float32",
+                param="kv_dtype",
+            )
+
 
 _AVX512_FLAGS = frozenset({"avx512f", "avx512bw", "avx512cd", "avx512dq", "avx512vl"})
 _AVX2_FLAGS = frozenset({"avx2", "fma", "f16c", "bmi2"})

@@ -57,6 +57,11 @@ class AttentionShape:
         return self.num_heads // self.kv_heads
 
     @property
+    def state_width(self) -> int:
+        """float32 of one row's softmax state: output, 16 lanes of the sum, the maximum, 15 unused."""
+        return self.head_dim + 32
+
+    @property
     def query_tile(self) -> int:
         """Query positions of one prefill task."""
         return max(4, _TILE_ROWS // self.group)
@@ -146,7 +151,7 @@ def plan_decode(
     merges[:, 1] = np.tile(np.arange(heads), len(several))
     merges[:, 2] = slot[several].reshape(-1)
     merges[:, 3] = np.repeat(spans[several], heads)
-    workspace = (max(1, int(kept.sum())), shape.group, shape.head_dim + 32)
+    workspace = (max(1, int(kept.sum())), shape.group, shape.state_width)
     return DecodePlan(*_balance(tasks, costs, threads), merges, workspace)
 
 
