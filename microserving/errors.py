@@ -7,6 +7,7 @@
     │   ├── Unauthorized
     │   ├── ModelNotFound            unknown model (or route)
     │   ├── RequestConflict          a live request already has this id
+    │   ├── RequestAborted           somebody asked the engine to stop it
     │   ├── LeaseError               the reservation is unknown, expired or incomplete
     │   ├── PayloadTooLarge
     │   └── RateLimited
@@ -67,6 +68,10 @@ class ModelNotFound(RequestError):
 
 class RequestConflict(RequestError):
     code = "request_id_in_use"
+
+
+class RequestAborted(RequestError):
+    code = "request_aborted"
 
 
 class LeaseError(RequestError):
@@ -139,6 +144,7 @@ HTTP_STATUS: dict[type[MicroservingError], int] = {
     Unauthorized: 401,
     ModelNotFound: 404,
     RequestConflict: 409,
+    RequestAborted: 409,
     LeaseError: 409,
     PayloadTooLarge: 413,
     RateLimited: 429,

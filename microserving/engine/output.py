@@ -23,6 +23,18 @@ class Detokenizer(Protocol):
         """What is left at the end."""
 
 
+class EngineTokenizer(Protocol):
+    """What the engine needs of a tokenizer (``microserving.tokenizer.Tokenizer`` has it)."""
+
+    @property
+    def vocab_size(self) -> int: ...
+
+    @property
+    def eos_token_ids(self) -> frozenset[int]: ...
+
+    def detokenizer(self) -> Detokenizer: ...
+
+
 class StopMatcher:
     """Finds the stop string that is complete first; of those that end together, the one that began first.
 

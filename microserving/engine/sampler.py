@@ -121,8 +121,9 @@ def _draw(logits: Floats, params: SamplingParams, u: float) -> int:
         keep = weights >= params.min_p * weights.max()
         ids, weights = ids[keep], weights[keep]
     cdf = np.cumsum(weights)
-    index = int(np.searchsorted(cdf, u * cdf[-1], side="right"))
-    return int(ids[min(index, ids.size - 1)])
+    index = np.searchsorted(cdf, u * cdf[-1], side="right")
+    last = np.searchsorted(cdf, cdf[-1], side="left")  # u * total may round up to the total
+    return int(ids[min(index, last)])
 
 
 def _top_k(logits: Floats, k: int) -> tuple[npt.NDArray[np.intp], Floats]:

@@ -73,6 +73,10 @@ class ReservationTable:
         """Why the request's last lease ended (``expired``, ``aborted``, ``transfer failed``); None if it did not."""
         return self._endings.get(request_id)
 
+    def request_ids(self) -> list[str]:
+        """Of the live leases."""
+        return list(self._live)
+
     @property
     def next_expiry(self) -> float | None:
         return min((lease.expires_at for lease in self._live.values()), default=None)

@@ -42,18 +42,22 @@ class SchedulerConfig:
 
 @dataclass(frozen=True, slots=True)
 class Chunk:
-    """Compute ``sequence.tokens[start : start + length]``. last: nothing remains after it (a token may be sampled)."""
+    """Compute ``sequence.tokens[start : start + length]``.
+
+    last: nothing remains after it (a token may be sampled). decode: the one token of a running decode.
+    """
 
     sequence: Sequence
     start: int
     length: int
     last: bool
+    decode: bool = False
 
 
 class Scheduler:
     """``schedule`` -> the caller runs the chunks -> ``complete``; at most one batch is in flight.
 
-    ``pages_freed`` counts the times that pages became free: who waits for pages looks whether it moved.
+    ``pages_freed`` counts the times that pages became free (or unclaimed): who waits for pages looks whether it moved.
     """
 
     def __init__(self, config: SchedulerConfig) -> None:
@@ -81,7 +85,7 @@ class Scheduler:
         The last position is computed here in any case, for its logits.
         """
         self._require_new(sequence)
-        lease = self._leases.commit(sequence.request_id, sequence.key)
+        lease = self._leases.commit(sequence.request_id, sequence)
         sequence.pages = lease.pages
         sequence.computed = min(lease.end, len(sequence.tokens) - 1)
         sequence.computed_before = sequence.computed
@@ -95,7 +99,9 @@ class Scheduler:
         if self._sequences.pop(sequence.key, None) is not sequence:
             raise InternalError(f"sequence {sequence.request_id!r} ended twice")
         sequence.state = SequenceState.FINISHED
-        self._pages_wanted = 0  # by this one, perhaps; ``schedule`` finds out
+        if self._pages_wanted:  # by this one, perhaps; ``schedule`` finds out
+            self._pages_wanted = 0
+            self.pages_freed += 1
         if not self.is_in_flight(sequence):
             self._release(sequence)
 
@@ -130,7 +136,7 @@ class Scheduler:
                 sequence.state = SequenceState.DECODE
 
     def _build(self) -> list[Chunk]:
-        chunks = [Chunk(s, s.computed, 1, True) for s in self._decodes_with_pages()]
+        chunks = [Chunk(s, s.computed, 1, last=True, decode=True) for s in self._decodes_with_pages()]
         budget = self.config.chunk_size_tokens
         running = sum(
             s.state in (SequenceState.PREFILL, SequenceState.DECODE) for s in self._sequences.values()
@@ -237,6 +243,10 @@ class Scheduler:
         self._note_freed(free)
         return ended
 
+    def abort_all_reservations(self) -> None:
+        for request_id in self._leases.request_ids():
+            self.abort_reservation(request_id)
+
     def expire(self, now: float) -> list[LeasedPages]:
         free = self._allocator.free
         late = self._leases.expire(now)
@@ -300,7 +310,7 @@ class Scheduler:
 
     def _take_pages(self, sequence: Sequence) -> None:
         missing = self._pages_missing(sequence)
-        sequence.pages += self._allocator.allocate(missing, PageState.RUNNING, sequence.key)
+        sequence.pages += self._allocator.allocate(missing, PageState.RUNNING, sequence)
 
     def _decode_headroom(self) -> int:
         return sum(s.state is SequenceState.DECODE for s in self._sequences.values())
@@ -325,7 +335,7 @@ class Scheduler:
 
     def _release(self, sequence: Sequence) -> None:
         if sequence.pages:
-            self._allocator.release(sequence.pages, sequence.key)
+            self._allocator.release(sequence.pages, sequence)
             self.pages_freed += 1
         sequence.pages = []
 
