@@ -21,12 +21,14 @@ class Received:
 
     kv_append_metadata: where to write, opaque; only engines read it. prefix_matched_length: how many leading prompt
     tokens the engine has already. end: one behind the last position to receive. engine: who made the reservation.
+    rank: the rank within the engine that receives.
     """
 
     kv_append_metadata: str
     prefix_matched_length: int
     end: int
     engine: EngineClient
+    rank: int = 0
 
     @property
     def complete(self) -> bool:

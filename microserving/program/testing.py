@@ -1,0 +1,198 @@
+"""Engines in memory, for tests of router programs: no process, no model, no network.
+
+    cluster = FakeCluster(prefill=1, decode=2)
+    chunks = asyncio.run(collect(PrefillDecode().route(make_request(range(20)), cluster)))
+    assert cluster["prefill-0"].calls == [Call("remote_send", "request-0", 0, 19)]
+
+The engines keep the rules of the verbs: K/V that did not arrive cannot be generated from, an id that is in use is
+refused. What a program leaves on them is what the router's host would abort.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Iterable, Sequence
+from dataclasses import dataclass, replace
+
+from microserving.errors import InvalidRequest, LeaseError, MicroservingError, RequestConflict
+from microserving.policies import EngineLoad
+from microserving.program.cluster import Cluster
+from microserving.program.engine_client import NOTHING_SENT, EngineClient, EngineRole, Received
+from microserving.program.request import Request
+from microserving.protocol.generation import GenerationChunk, RemoteSendResult, SamplingParams, StopParams
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """One verb that was called, with its window over the prompt."""
+
+    verb: str
+    request_id: str
+    begin: int = 0
+    end: int = 0
+
+
+@dataclass(slots=True)
+class _Reservation:
+    end: int
+    arrived: bool
+
+
+class FakeEngine(EngineClient):
+    """Answers every generation with ``output``, one chunk a piece, the last one with finish_reason ``stop``.
+
+    matched: the prefix length that ``prep_recv`` and ``match_prefix`` report (clamped to what is asked for).
+    failures: verb -> the exception that it raises, before it does anything. load may be set at any time.
+    """
+
+    def __init__(
+        self,
+        engine_id: str,
+        role: EngineRole,
+        *,
+        output: Sequence[str] = ("Hello", " world"),
+        matched: int = 0,
+    ) -> None:
+        self.output = tuple(output)
+        self.matched = matched
+        self.calls: list[Call] = []
+        self.failures: dict[str, MicroservingError] = {}
+        self.up = True
+        self._id = engine_id
+        self._role: EngineRole = role
+        self._load = EngineLoad()
+        self._peers: dict[str, FakeEngine] = {engine_id: self}
+        self._reservations: dict[str, _Reservation] = {}
+        self._running: set[str] = set()
+
+    @property
+    def id(self) -> str:
+        return self._id
+
+    @property
+    def role(self) -> EngineRole:
+        return self._role
+
+    @property
+    def in_flight(self) -> int:
+        return len(self.held)
+
+    @property
+    def load(self) -> EngineLoad:
+        return self._load
+
+    @load.setter
+    def load(self, load: EngineLoad) -> None:
+        self._load = load
+
+    @property
+    def held(self) -> frozenset[str]:
+        """Ids of the requests that have a reservation, or run, on the engine."""
+        return frozenset(self._reservations) | self._running
+
+    async def prep_recv(self, request: Request, *, end: int) -> Received:
+        length = request.prompt_length
+        end = end + length if end < 0 else end
+        await self._called("prep_recv", request, 0, end)
+        if not 0 <= end <= length:
+            raise InvalidRequest(f"end is {end}, but the prompt has {length} tokens", param="end")
+        if request.request_id in self.held:
+            raise RequestConflict("the request id is in use", param="request_id")
+        matched = min(self.matched, end)
+        self._reservations[request.request_id] = _Reservation(end, arrived=matched == end)
+        await asyncio.sleep(0)
+        return Received(f"{self.id}/{request.request_id}", matched, end, self)
+
+    async def remote_send(self, request: Request, *, to: Received) -> RemoteSendResult:
+        if to.complete:
+            return NOTHING_SENT
+        await self._called("remote_send", request, to.prefix_matched_length, to.end)
+        receiver, _, request_id = to.kv_append_metadata.partition("/")
+        self._running.add(request.request_id)
+        await asyncio.sleep(0)
+        reservation = self._peers[receiver]._reservations.get(request_id)
+        if reservation is None:
+            raise LeaseError("the reservation is gone")
+        reservation.arrived = True
+        self._running.discard(request.request_id)
+        sent = to.end - to.prefix_matched_length
+        return replace(NOTHING_SENT, tokens_computed=sent, tokens_sent=sent)
+
+    async def start_generate(self, request: Request, *, begin: int = 0) -> AsyncIterator[GenerationChunk]:
+        await self._called("start_generate", request, begin, request.prompt_length)
+        reservation = self._reservations.pop(request.request_id, None)
+        if begin > 0 and (reservation is None or not reservation.arrived):
+            raise LeaseError("the K/V did not arrive")
+        self._running.add(request.request_id)
+        for number, text in enumerate(self.output, start=1):
+            await asyncio.sleep(0)
+            last = number == len(self.output)
+            if last:
+                self._running.discard(request.request_id)
+            yield GenerationChunk(
+                text=text,
+                token_ids=(number,),
+                finish_reason="stop" if last else None,
+                prompt_tokens=request.prompt_length,
+                completion_tokens=number,
+            )
+
+    async def abort(self, request: Request) -> None:
+        await self._called("abort", request)
+        self._reservations.pop(request.request_id, None)
+        self._running.discard(request.request_id)
+
+    async def match_prefix(self, request: Request) -> int:
+        await self._called("match_prefix", request)
+        return min(self.matched, request.prompt_length)
+
+    async def _called(self, verb: str, request: Request, begin: int = 0, end: int = 0) -> None:
+        self.calls.append(Call(verb, request.request_id, begin, end))
+        await asyncio.sleep(0)
+        if verb in self.failures:
+            raise self.failures[verb]
+
+
+class FakeCluster(Cluster):
+    """``prefill-0``, ``prefill-1``, ..., ``decode-0``, ...; an engine whose ``up`` is False is in no pool."""
+
+    def __init__(self, *, prefill: int = 1, decode: int = 1) -> None:
+        prefills = [FakeEngine(f"prefill-{i}", "prefill") for i in range(prefill)]
+        decodes = [FakeEngine(f"decode-{i}", "decode") for i in range(decode)]
+        self.engines = {engine.id: engine for engine in [*prefills, *decodes]}
+        for engine in self.engines.values():
+            engine._peers = self.engines
+        super().__init__(
+            prefill=lambda: _up(prefills),
+            decode=lambda: _up(decodes),
+            all=lambda: _up(self.engines.values()),
+        )
+
+    def __getitem__(self, engine_id: str) -> FakeEngine:
+        return self.engines[engine_id]
+
+    @property
+    def calls(self) -> list[tuple[str, str]]:
+        """(engine id, verb) of every call, engine by engine."""
+        return [(engine.id, call.verb) for engine in self.engines.values() for call in engine.calls]
+
+
+def make_request(
+    prompt_token_ids: Iterable[int], *, request_id: str = "request-0", max_tokens: int | None = None
+) -> Request:
+    """A request with greedy sampling."""
+    return Request(
+        request_id,
+        tuple(prompt_token_ids),
+        SamplingParams(temperature=0.0),
+        StopParams(max_tokens=max_tokens),
+    )
+
+
+async def collect(chunks: AsyncIterator[GenerationChunk]) -> list[GenerationChunk]:
+    """All of ``chunks``."""
+    return [chunk async for chunk in chunks]
+
+
+def _up(engines: Iterable[FakeEngine]) -> list[EngineClient]:
+    return [engine for engine in engines if engine.up]

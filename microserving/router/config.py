@@ -1,0 +1,77 @@
+"""The one configuration of a router process: frozen, validated, unknown keys refused. CLI flags map 1:1 to fields."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+from urllib.parse import urlsplit
+
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, model_validator
+
+Setting = str | int | float | bool
+"""A program setting as a configuration file or a command line gives it; the program's own type decides."""
+
+
+def peer_url(text: str) -> str:
+    """``text`` as the base URL of an engine: ``http://host:port``. The scheme may be left out.
+
+    Raises: ValueError for anything else.
+    """
+    url = urlsplit(text if "://" in text else f"http://{text}")
+    if url.scheme not in ("http", "https") or not url.hostname or url.path not in ("", "/"):
+        raise ValueError(f"{text!r} is not the address of an engine (http://host:port)")
+    if url.query or url.fragment or url.username is not None or url.password is not None:
+        raise ValueError(f"{text!r} is not the address of an engine (http://host:port)")
+    url.port  # noqa: B018 - raises ValueError when it is no port
+    return f"{url.scheme}://{url.netloc}"
+
+
+def _split(value: object) -> object:
+    """A comma-separated list, as flags have it."""
+    return [part.strip() for part in value.split(",") if part.strip()] if isinstance(value, str) else value
+
+
+def _unique(peers: tuple[str, ...]) -> tuple[str, ...]:
+    for peer in peers:
+        if peers.count(peer) > 1:
+            raise ValueError(f"{peer} is there more than once")
+    return peers
+
+
+Peers = Annotated[
+    tuple[Annotated[str, AfterValidator(peer_url)], ...], BeforeValidator(_split), AfterValidator(_unique)
+]
+
+
+class RouterConfig(BaseModel):
+    """Durations in seconds. An engine that is a peer of both kinds is in both pools.
+
+    program: a file, or the name of a shipped program. peer_timeout_s: at start every peer must answer within this.
+    An engine is taken out of its pools after probe_misses probes without an answer (at once when its connection is
+    refused or breaks). stage_timeout_s: the longest silence of an engine within one verb or stream.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    program: str = Field(min_length=1)
+    program_settings: dict[str, Setting] = Field(default_factory=dict)
+    prefill_peers: Peers = ()
+    decode_peers: Peers = ()
+    serving_bind: str = "127.0.0.1"
+    port: int = Field(8000, ge=0, le=65535)
+    peer_timeout_s: float = Field(10.0, gt=0)
+    connect_timeout_s: float = Field(0.5, gt=0)
+    probe_interval_s: float = Field(2.0, gt=0)
+    probe_timeout_s: float = Field(2.0, gt=0)
+    probe_misses: int = Field(3, ge=1)
+    prep_recv_timeout_s: float = Field(30.0, gt=0)
+    stage_timeout_s: float = Field(300.0, gt=0)
+    release_timeout_s: float = Field(5.0, gt=0)
+    cluster_secret_file: Path | None = None
+    strict_fields: bool = False
+
+    @model_validator(mode="after")
+    def _has_peers(self) -> RouterConfig:
+        if not self.prefill_peers and not self.decode_peers:
+            raise ValueError("no engine is named: prefill_peers and decode_peers are both empty")
+        return self

@@ -1,0 +1,173 @@
+"""JSON calls and streams to one engine, with every failure as a leaf of ``errors``.
+
+Knows HTTP and the error bodies; not what is asked (``engine_client``) nor when an engine counts as up
+(``engine_registry``): it reports lost connections and can be told to give up.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator, Mapping
+from contextlib import contextmanager
+from types import MappingProxyType
+from typing import Any, TypeVar
+
+import httpx
+
+from microserving.errors import (
+    EngineUnavailable,
+    InternalError,
+    LeaseError,
+    MicroservingError,
+    ModelNotFound,
+    Overloaded,
+    RateLimited,
+    RequestConflict,
+    TransferFailed,
+    Unauthorized,
+    error_from_body,
+)
+from microserving.protocol.responses import dump
+from microserving.router.connections import open_connections
+
+ResultT = TypeVar("ResultT")
+
+_JSON = {"content-type": "application/json"}
+_SEEN_AS: Mapping[type[MicroservingError], type[MicroservingError]] = MappingProxyType(
+    {
+        LeaseError: TransferFailed,
+        RateLimited: Overloaded,
+        RequestConflict: EngineUnavailable,
+        ModelNotFound: EngineUnavailable,
+        Unauthorized: EngineUnavailable,
+        InternalError: EngineUnavailable,
+    }
+)
+"""An engine's refusal that is about the router, not about the client's request: what it is for the client."""
+
+
+class EngineHTTP:
+    """The connections to one engine. ``name`` is what messages call it; it holds no address.
+
+    on_unreachable: called with the reason (for operators) when a connection is refused or breaks.
+    """
+
+    def __init__(self, url: str, *, connect_timeout_s: float, on_unreachable: Callable[[str], None]) -> None:
+        self.name = "the engine"
+        self._client = open_connections(url, connect_timeout_s=connect_timeout_s)
+        self._on_unreachable = on_unreachable
+        self._waits: set[asyncio.Timeout] = set()
+
+    async def get(self, path: str, *, timeout_s: float | None) -> dict[str, Any]:
+        """The JSON object at ``path``. timeout_s None: the caller bounds it. Raises the leaf that the failure or the error answer stands for."""
+        return await self._call(self._client.build_request("GET", path), timeout_s)
+
+    async def post(self, path: str, body: Mapping[str, Any], *, timeout_s: float) -> dict[str, Any]:
+        """The JSON object that answers ``body``. Raises as ``get``."""
+        return await self._call(self._post_request(path, body), timeout_s)
+
+    async def stream(
+        self, path: str, body: Mapping[str, Any], *, silence_s: float
+    ) -> AsyncGenerator[bytes, None]:
+        """The answer's bytes as they come; no gap may be longer than ``silence_s``. Raises as ``get``.
+
+        Read to its end, the connection can be used again; closed earlier, the engine sees us leave.
+        """
+        request = self._post_request(path, body)
+        with self._typed_failures():
+            response = await self._within(silence_s, self._client.send(request, stream=True))
+        try:
+            if response.status_code != 200:
+                with self._typed_failures():
+                    await self._within(silence_s, response.aread())
+                raise self._refusal(response)
+            pieces = response.aiter_raw()
+            while True:
+                with self._typed_failures():
+                    piece = await self._within(silence_s, anext(pieces, b""))
+                if not piece:
+                    return
+                yield piece
+        finally:
+            await response.aclose()
+
+    def give_up(self) -> None:
+        """Fail everything that waits for this engine now (it is frozen)."""
+        now = asyncio.get_running_loop().time()
+        for wait in self._waits:
+            wait.reschedule(now)
+
+    async def close(self) -> None:
+        """Idempotent."""
+        await self._client.aclose()
+
+    def seen_by_client(self, error: MicroservingError) -> MicroservingError:
+        """What an engine's ``error`` means for the client of the router."""
+        cls = _SEEN_AS.get(type(error))
+        if cls is None:
+            return error
+        return cls(f"{self.name}: {error.message}", retry_after_s=error.retry_after_s)
+
+    def broken(self, what: str) -> EngineUnavailable:
+        """The engine answered, but wrongly."""
+        return EngineUnavailable(f"{self.name} {what}")
+
+    def _post_request(self, path: str, body: Mapping[str, Any]) -> httpx.Request:
+        return self._client.build_request("POST", path, content=dump(body), headers=_JSON)
+
+    async def _call(self, request: httpx.Request, timeout_s: float | None) -> dict[str, Any]:
+        with self._typed_failures():
+            response = await self._within(timeout_s, self._client.send(request))
+        if response.status_code != 200:
+            raise self._refusal(response)
+        body = _json_object(response.content)
+        if body is None:
+            raise self.broken("answered something that is not a JSON object")
+        return body
+
+    async def _within(self, timeout_s: float | None, work: Awaitable[ResultT]) -> ResultT:
+        async with asyncio.timeout(timeout_s) as wait:
+            self._waits.add(wait)
+            try:
+                return await work
+            finally:
+                self._waits.discard(wait)
+
+    @contextmanager
+    def _typed_failures(self) -> Iterator[None]:
+        try:
+            yield
+        except TimeoutError:
+            raise self.broken("does not answer") from None
+        except (httpx.ConnectError, httpx.ConnectTimeout) as error:
+            self._on_unreachable(f"cannot connect: {_reason(error)}")
+            raise self.broken("cannot be reached") from None
+        except httpx.HTTPError as error:
+            self._on_unreachable(f"the connection broke: {_reason(error)}")
+            raise self.broken("broke the connection") from None
+
+    def _refusal(self, response: httpx.Response) -> MicroservingError:
+        body = _json_object(response.content) or {}
+        error = body.get("error")
+        if not isinstance(error, dict):
+            return self.broken(f"answered with status {response.status_code}")
+        refusal = error_from_body(response.status_code, error)
+        refusal.retry_after_s = _seconds(response.headers.get("retry-after"))
+        return self.seen_by_client(refusal)
+
+
+def _json_object(content: bytes) -> dict[str, Any] | None:
+    try:
+        body = json.loads(content)
+    except (ValueError, RecursionError):
+        return None
+    return body if isinstance(body, dict) else None
+
+
+def _reason(error: httpx.HTTPError) -> str:
+    return str(error) or type(error).__name__
+
+
+def _seconds(header: str | None) -> float | None:
+    return float(header) if header is not None and header.isdecimal() else None

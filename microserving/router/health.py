@@ -1,0 +1,142 @@
+"""Probes: finds out which engines are up, keeps their load fresh, and knows the model that they serve.
+
+Reports what it finds to the registry. Every task it starts is ended by ``stop``.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from microserving.errors import MicroservingError
+from microserving.front import ServedModel
+from microserving.protocol.microserving import EngineInfo
+from microserving.router.engine_registry import EngineRegistry, Peer, check_startup
+from microserving.tokenizer import Tokenizer
+
+_logger = logging.getLogger(__name__)
+
+_STARTUP_POLL_S = 0.1
+REFRESH_GAP_S = 0.25
+"""Re-probes because of requests begin at most this often."""
+
+
+@dataclass(frozen=True, slots=True)
+class ProbeSettings:
+    """Seconds between probes and for one; misses: probes in a row without an answer until an engine is down."""
+
+    interval_s: float = 2.0
+    timeout_s: float = 2.0
+    misses: int = 3
+
+
+class HealthMonitor:
+    """Probes the registry's peers. load_tokenizer: makes the tokenizer from an engine's JSON (``Tokenizer.from_dict``).
+
+    ``model`` and ``tokenizer`` are None until the first engine was reached; after that they stay, even while no
+    engine is up.
+    """
+
+    def __init__(
+        self,
+        registry: EngineRegistry,
+        settings: ProbeSettings,
+        *,
+        load_tokenizer: Callable[[dict[str, Any]], Tokenizer] = Tokenizer.from_dict,
+    ) -> None:
+        self.model: ServedModel | None = None
+        self.tokenizer: Tokenizer | None = None
+        self._registry = registry
+        self._settings = settings
+        self._load_tokenizer = load_tokenizer
+        self._model_hash: str | None = None
+        self._learning = asyncio.Lock()
+        self._locks = {peer: asyncio.Lock() for peer in registry.peers}
+        self._tasks: list[asyncio.Task[None]] = []
+        self._refreshing: asyncio.Task[None] | None = None
+        self._refreshed_at = -REFRESH_GAP_S
+
+    @property
+    def ready(self) -> bool:
+        """Whether there is an engine and a tokenizer to serve with."""
+        return self.tokenizer is not None and bool(self._registry.up)
+
+    async def connect(self, timeout_s: float) -> None:
+        """Wait until every peer is up. Raises ConfigError when one is not within ``timeout_s``, or does not fit."""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(timeout_s):
+                while not self._registry.all_up:
+                    await self._probe_down()
+                    check_startup([peer for peer in self._registry.peers if peer.state == "refused"], 0)
+                    if not self._registry.all_up:
+                        await asyncio.sleep(_STARTUP_POLL_S)
+        check_startup(self._registry.peers, timeout_s)
+
+    def start(self) -> None:
+        """Probe from now on."""
+        self._tasks = [asyncio.create_task(self._watch(peer)) for peer in self._registry.peers]
+
+    async def stop(self) -> None:
+        """Idempotent."""
+        tasks = [*self._tasks, *([self._refreshing] if self._refreshing is not None else [])]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+    async def refresh(self) -> None:
+        """Probe the engines that are not up, now: one round at a time, at most one every ``REFRESH_GAP_S``."""
+        now = asyncio.get_running_loop().time()
+        if self._refreshing is None or self._refreshing.done():
+            if self._registry.all_up or now - self._refreshed_at < REFRESH_GAP_S:
+                return
+            self._refreshed_at = now
+            self._refreshing = asyncio.create_task(self._probe_down())
+        await asyncio.shield(self._refreshing)
+
+    async def probe(self, peer: Peer) -> None:
+        """Ask one engine how it is, and report it. Never raises."""
+        async with self._locks[peer]:
+            try:
+                async with asyncio.timeout(self._settings.timeout_s):
+                    await peer.client.check_ready()
+                    info = await peer.client.fetch_info()
+                    await peer.client.fetch_load()
+                if self._registry.admit(peer, info):
+                    await self._learn(peer, info)
+            except TimeoutError:
+                self._missed(peer)
+            except MicroservingError as error:
+                self._registry.mark_down(peer, error.message)
+
+    async def _probe_down(self) -> None:
+        down = [peer for peer in self._registry.peers if peer.state != "up"]
+        await asyncio.gather(*map(self.probe, down))
+
+    async def _watch(self, peer: Peer) -> None:
+        while True:
+            await self.probe(peer)
+            await asyncio.sleep(self._settings.interval_s)
+
+    def _missed(self, peer: Peer) -> None:
+        """No answer in time: it may be busy, until it was too often; then those who wait for it need not any more."""
+        peer.misses += 1
+        if peer.state != "up":
+            self._registry.mark_down(peer, "does not answer")
+        elif peer.misses >= self._settings.misses:
+            self._registry.mark_down(peer, "does not answer")
+            peer.client.give_up()
+
+    async def _learn(self, peer: Peer, info: EngineInfo) -> None:
+        """Know the model that the engines which are up serve; they all serve the same one."""
+        async with self._learning:
+            if info.model_hash != self._model_hash:
+                self.tokenizer = None
+                data = await peer.client.fetch_tokenizer()
+                self.tokenizer = await asyncio.to_thread(self._load_tokenizer, data)
+                self._model_hash = info.model_hash
+            contexts = [up.client.info.max_context for up in self._registry.up if up.client.info is not None]
+            self.model = ServedModel(id=info.model, max_context=min(contexts), created=info.created)

@@ -1,0 +1,180 @@
+"""What one attempt to serve a request holds on engines, and giving it back.
+
+Engines reach the program wrapped in ``HeldEngine``s, so nothing is held that is not written down here first. That is
+also what the in-flight counters count. Knows no HTTP and no program.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import AsyncGenerator, AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import replace
+from typing import Any, Literal
+
+from microserving.errors import EngineUnavailable, MicroservingError
+from microserving.policies import EngineLoad
+from microserving.program import EngineClient, EngineRole, Received, Request
+from microserving.protocol.generation import GenerationChunk, RemoteSendResult
+from microserving.router.engine_client import InFlight
+
+_logger = logging.getLogger(__name__)
+
+Kind = Literal["reservation", "send", "generation"]
+
+
+class Holdings:
+    """The reservations, sends and generations of one attempt. ``in_flight`` is shared by all attempts."""
+
+    def __init__(self, in_flight: InFlight) -> None:
+        self._in_flight = in_flight
+        self._held: dict[tuple[EngineClient, str], tuple[Request, set[Kind]]] = {}
+        self._engines: dict[EngineClient, HeldEngine] = {}
+        self._streams: list[AsyncGenerator[GenerationChunk, None]] = []
+
+    def __bool__(self) -> bool:
+        """Whether anything is held."""
+        return bool(self._held)
+
+    def bind(self, engine: EngineClient) -> HeldEngine:
+        """``engine`` as the program gets it."""
+        held = self._engines.get(engine)
+        if held is None:
+            held = self._engines[engine] = HeldEngine(engine, self)
+        return held
+
+    def take(self, engine: EngineClient, request: Request, kind: Kind) -> None:
+        """Write down a hold before the engine is asked for it."""
+        key = (engine, request.request_id)
+        if key not in self._held:
+            self._held[key] = (request, set())
+            self._in_flight[engine] += 1
+        self._held[key][1].add(kind)
+
+    def drop(self, engine: EngineClient, request: Request, *kinds: Kind) -> None:
+        """The engine no longer holds these. Idempotent."""
+        key = (engine, request.request_id)
+        if key not in self._held:
+            return
+        left = self._held[key][1]
+        left.difference_update(kinds)
+        if not left:
+            self._forget(key)
+
+    def watch(self, stream: AsyncGenerator[GenerationChunk, None]) -> AsyncIterator[GenerationChunk]:
+        """Have ``stream`` closed by ``release``, wherever the program left it."""
+        self._streams.append(stream)
+        return stream
+
+    async def release(self, timeout_s: float) -> None:
+        """Close the streams and abort all that is still held. Each engine has ``timeout_s``; never raises for one."""
+        try:
+            for stream in self._streams:
+                await close_within(stream, timeout_s)
+            held = [(engine, request) for (engine, _), (request, _) in self._held.items()]
+            await asyncio.gather(*(_abort(engine, request, timeout_s) for engine, request in held))
+        finally:
+            for key in list(self._held):
+                self._forget(key)
+
+    def _forget(self, key: tuple[EngineClient, str]) -> None:
+        del self._held[key]
+        engine = key[0]
+        self._in_flight[engine] -= 1
+        if not self._in_flight[engine]:
+            del self._in_flight[engine]
+
+
+class HeldEngine(EngineClient):
+    """An engine whose verbs are written down in ``holdings``."""
+
+    def __init__(self, inner: EngineClient, holdings: Holdings) -> None:
+        self._inner = inner
+        self._holdings = holdings
+
+    @property
+    def id(self) -> str:
+        return self._inner.id
+
+    @property
+    def role(self) -> EngineRole:
+        return self._inner.role
+
+    @property
+    def in_flight(self) -> int:
+        return self._inner.in_flight
+
+    @property
+    def load(self) -> EngineLoad:
+        return self._inner.load
+
+    async def prep_recv(self, request: Request, *, end: int) -> Received:
+        async with self._holding(request, "reservation"):
+            received = await self._inner.prep_recv(request, end=end)
+        return replace(received, engine=self)
+
+    async def remote_send(self, request: Request, *, to: Received) -> RemoteSendResult:
+        if to.complete:
+            return await self._inner.remote_send(request, to=to)
+        async with self._holding(request, "send"):
+            result = await self._inner.remote_send(request, to=to)
+        self._holdings.drop(self._inner, request, "send")
+        return result
+
+    def start_generate(self, request: Request, *, begin: int = 0) -> AsyncIterator[GenerationChunk]:
+        return self._holdings.watch(self._generate(request, begin))
+
+    async def abort(self, request: Request) -> None:
+        await self._inner.abort(request)
+        self._holdings.drop(self._inner, request, "reservation", "send", "generation")
+
+    async def match_prefix(self, request: Request) -> int:
+        return await self._inner.match_prefix(request)
+
+    async def _generate(self, request: Request, begin: int) -> AsyncGenerator[GenerationChunk, None]:
+        async with self._holding(request, "generation"):
+            chunks = self._inner.start_generate(request, begin=begin)
+            try:
+                async for chunk in chunks:
+                    if chunk.finish_reason is not None:
+                        self._holdings.drop(self._inner, request, "reservation", "generation")
+                    yield chunk
+            finally:
+                await close(chunks)
+
+    @asynccontextmanager
+    async def _holding(self, request: Request, kind: Kind) -> AsyncIterator[None]:
+        """Around a verb. An engine that refused it holds nothing; one that failed, or was not waited for, may."""
+        self._holdings.take(self._inner, request, kind)
+        try:
+            yield
+        except EngineUnavailable:
+            raise
+        except MicroservingError:
+            self._holdings.drop(self._inner, request, kind)
+            raise
+
+
+async def close(chunks: AsyncIterator[Any]) -> None:
+    """Close ``chunks`` when it can be closed (an async generator can)."""
+    aclose = getattr(chunks, "aclose", None)
+    if aclose is not None:
+        await aclose()
+
+
+async def close_within(chunks: AsyncIterator[Any], timeout_s: float) -> None:
+    """``close``, but bounded, and an error is only logged: there is nobody left to tell."""
+    try:
+        async with asyncio.timeout(timeout_s):
+            await close(chunks)
+    except (MicroservingError, TimeoutError, RuntimeError) as error:
+        _logger.warning("a stream did not close: %r", error)
+
+
+async def _abort(engine: EngineClient, request: Request, timeout_s: float) -> None:
+    try:
+        async with asyncio.timeout(timeout_s):
+            await engine.abort(request)
+    except (MicroservingError, TimeoutError) as error:
+        _logger.warning("could not abort request %s on %s: %s", request.request_id, engine.id, error)
