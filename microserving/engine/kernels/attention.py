@@ -51,6 +51,16 @@ def _lanes(vector: Expr | int = 0) -> Expr:
     return tirx.Ramp(vector * LANES, 1, LANES)
 
 
+def _blocks_of(span: Expr, length: Expr) -> Expr:
+    """How many key blocks of the span exist in a sequence of ``length`` keys."""
+    return tirx.min(BLOCKS_PER_SPAN, (length - span * KEY_SPAN + (KEY_BLOCK - 1)) // KEY_BLOCK)
+
+
+def _existing(slot: Expr, length: Expr) -> Expr:
+    """The slot, or the last 16 slots instead of a page beyond the sequence: those keys are masked, whatever they hold."""
+    return tirx.min(slot, (length - 1) // LANES * LANES)
+
+
 def _blocking(rows: int, vectors: int, isa: Isa) -> tuple[int, int]:
     """(rows, vectors) of a register block for the product of rows and vectors; vectors is a divisor.
 
@@ -145,9 +155,8 @@ def _attend(
             for c in T.unroll(VV):
                 acc[r * VV + c, _lanes()] = state[r0 + r, _lanes(c0 + c)]
         for p in T.serial(VECTORS_PER_BLOCK):
-            for j in T.serial(
-                T.max(0, T.min(LANES, present - p * LANES))
-            ):  # a free slot may hold NaN: 0 * NaN is NaN
+            # never a key beyond the end: a free slot may hold NaN, and 0 * NaN is NaN
+            for j in T.serial(T.max(0, T.min(LANES, present - p * LANES))):
                 for c in T.unroll(VV):
                     for r in T.unroll(VR):
                         acc[r * VV + c, _lanes()] = fma(
@@ -273,10 +282,9 @@ def prefill_kernel(shape: AttentionShape, isa: Isa) -> tirx.PrimFunc:
                     T.reads()
                     T.writes()
                     scaled_q = T.sblock_alloc_buffer((ROWS, D), "float32", scope="local")
-                    state = T.sblock_alloc_buffer((ROWS, WIDTH), "float32", scope="local")  # of the span
-                    before = T.sblock_alloc_buffer(
-                        (ROWS, WIDTH), "float32", scope="local"
-                    )  # of the spans before
+                    # softmax states: of the span, and of the spans before it
+                    state = T.sblock_alloc_buffer((ROWS, WIDTH), "float32", scope="local")
+                    before = T.sblock_alloc_buffer((ROWS, WIDTH), "float32", scope="local")
                     s = T.sblock_alloc_buffer((ROWS, KEY_BLOCK), "float32", scope="local")
                     acc = T.sblock_alloc_buffer((isa.accumulators, LANES), "float32", scope="local")
                     factors = T.sblock_alloc_buffer((2, LANES), "float32", scope="local")
@@ -301,26 +309,17 @@ def prefill_kernel(shape: AttentionShape, isa: Isa) -> tirx.PrimFunc:
                         length: T.let[T.int32] = position + count
                         for r in T.serial(rows):
                             for c in T.unroll(DIMS):
-                                scaled_q[r, _lanes(c)] = q[row + r // G, hk * G + r % G, _lanes(c)] * splat(
-                                    scale
-                                )
+                                head: T.let[T.int32] = hk * G + r % G
+                                scaled_q[r, _lanes(c)] = q[row + r // G, head, _lanes(c)] * splat(scale)
                         _clear(before, rows, DIMS)
                         for span in T.serial((length + (KEY_SPAN - 1)) // KEY_SPAN):
                             _clear(state, ROWS, DIMS)
-                            for b in T.serial(
-                                T.min(
-                                    BLOCKS_PER_SPAN, (length - span * KEY_SPAN + (KEY_BLOCK - 1)) // KEY_BLOCK
-                                )
-                            ):
+                            for b in T.serial(_blocks_of(span, length)):
                                 first: T.let[T.int32] = span * KEY_SPAN + b * KEY_BLOCK
                                 for p in T.serial(VECTORS_PER_BLOCK):
-                                    # never a page beyond the sequence: repeat the last 16 slots, which are masked
-                                    slot: T.let[T.int32] = T.min(
-                                        first + p * LANES, (length - 1) // LANES * LANES
-                                    )
-                                    widen(
-                                        pool, layer, table[sequence, slot // PS], slot % PS, hk, p, keys, vals
-                                    )
+                                    slot: T.let[T.int32] = _existing(first + p * LANES, length)
+                                    page: T.let[T.int32] = table[sequence, slot // PS]
+                                    widen(pool, layer, page, slot % PS, hk, p, keys, vals)
                                 attend(
                                     (keys, vals),
                                     rows,
@@ -355,7 +354,7 @@ def decode_kernel(shape: AttentionShape, isa: Isa) -> tirx.PrimFunc:
 
     def key(source: Any, d: Expr, c: Expr) -> Expr:
         pool, layer, table, sequence, hk, first, length = source
-        slot = tirx.min(first + c * LANES, (length - 1) // LANES * LANES)  # never a page beyond the sequence
+        slot = _existing(first + c * LANES, length)
         page = table[sequence, slot // PS]
         return tirx.Cast(F32_LANES, pool[layer, page, 0, hk, tirx.Ramp(d * PS + slot % PS, 1, LANES)])
 
@@ -399,9 +398,8 @@ def decode_kernel(shape: AttentionShape, isa: Isa) -> tirx.PrimFunc:
         merges = T.match_buffer(merges_handle, (num_merges, 4), "int32")
         workspace = T.match_buffer(workspace_handle, (slots, G, WIDTH), "float32")
         out = T.match_buffer(out_handle, (n, H, D), "float32")
-        states = T.decl_buffer(
-            (slots * T.int64(G), WIDTH), "float32", data=workspace.data
-        )  # row = slot * G + g
+        # the workspace with one index for both: slot * G + g
+        states = T.decl_buffer((slots * T.int64(G), WIDTH), "float32", data=workspace.data)
         if num_tasks > T.int64(0):
             for thread in T.parallel(threads - T.int64(1)):
                 with T.sblock("thread"):
@@ -427,9 +425,7 @@ def decode_kernel(shape: AttentionShape, isa: Isa) -> tirx.PrimFunc:
                             for c in T.unroll(DIMS):
                                 scaled_q[g, _lanes(c)] = q[row, hk * G + g, _lanes(c)] * splat(scale)
                         _clear(state, ROWS, DIMS)
-                        for b in T.serial(
-                            T.min(BLOCKS_PER_SPAN, (length - span * KEY_SPAN + (KEY_BLOCK - 1)) // KEY_BLOCK)
-                        ):
+                        for b in T.serial(_blocks_of(span, length)):
                             first: T.let[T.int32] = span * KEY_SPAN + b * KEY_BLOCK
                             attend(
                                 (pool, layer, table, sequence, hk, first, length),
