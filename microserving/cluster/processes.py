@@ -186,7 +186,7 @@ class LogFile:
         self._size = path.stat().st_size if path.exists() else 0
 
     def write(self, line: str) -> None:
-        data = line.encode() + b"\n"
+        data = line.encode("utf-8", "backslashreplace") + b"\n"
         try:
             if self._size + len(data) > _MAX_LOG_BYTES:
                 self.path.replace(self.path.with_name(self.path.name + ".1"))

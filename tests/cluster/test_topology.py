@@ -1,0 +1,187 @@
+"""The plan: ports, cores, peers."""
+
+from __future__ import annotations
+
+import socket
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from microserving.cluster.addresses import Address, claim_ports, is_loopback, parse_address
+from microserving.cluster.config import parse_cluster_config
+from microserving.cluster.topology import Topology, describe, plan, share_cpus
+from microserving.errors import StartupError
+
+
+def planned(data: dict[str, Any], cpus: tuple[int, ...] = (0, 1)) -> Topology:
+    config = parse_cluster_config(data, "x")
+    return plan(config, secret_file=Path("/s"), runtime_dir=Path("/r"), cache_dir=None, cpus=cpus)
+
+
+PD = {
+    "nodes": [
+        {"id": "p", "role": "prefill"},
+        {"id": "d", "role": "decode"},
+        {"id": "h", "role": "hybrid"},
+    ],
+    "router": {"address": "127.0.0.1:0"},
+}
+
+
+def test_peers_by_role() -> None:
+    topology = planned(PD)
+    assert topology.router is not None
+    p, d, h = (engine.address.url for engine in topology.engines)
+    assert topology.router.config.prefill_peers == (p, h)
+    assert topology.router.config.decode_peers == (d, h)
+    assert topology.router.config.program == "prefill_decode"
+    assert topology.public_url == topology.router.address.url
+    ports = {engine.config.port for engine in topology.engines} | {topology.router.config.port}
+    assert len(ports) == 4
+    assert 0 not in ports
+
+
+def test_only_hybrids_get_round_robin() -> None:
+    topology = planned({"nodes": [{"id": "a"}, {"id": "b"}], "router": {"address": "127.0.0.1:0"}})
+    assert topology.router is not None
+    assert topology.router.config.program == "round_robin"
+
+
+def test_one_hybrid_has_no_router_unless_the_file_has_one() -> None:
+    assert planned({"nodes": [{"id": "a"}]}).router is None
+    topology = planned({"nodes": [{"id": "a"}], "router": {"address": "127.0.0.1:0"}})
+    assert topology.router is not None
+
+
+def test_every_engine_gets_the_secret_and_the_runtime_directory() -> None:
+    for engine in planned(PD).engines:
+        assert engine.config.cluster_secret_file == Path("/s")
+        assert engine.config.runtime_dir == Path("/r")
+
+
+def test_router_settings_of_the_file_reach_the_router() -> None:
+    data = PD | {"router": {"address": "127.0.0.1:0", "probe_misses": 7, "settings": {"f": 0.1}}}
+    topology = planned(data)
+    assert topology.router is not None
+    assert topology.router.config.probe_misses == 7
+    assert topology.router.config.program_settings == {"f": 0.1}
+
+
+@pytest.mark.parametrize(
+    ("units", "cores", "shares"),
+    [
+        ([None, None], 2, [{0}, {1}]),
+        ([None, None], 5, [{0, 1, 2}, {3, 4}]),
+        ([None], 4, [{0, 1, 2, 3}]),
+        ([None, None, None], 2, [{0}, {1}, {0}]),
+        ([3, None], 4, [{0, 1, 2}, {3}]),
+        ([None, 1], 4, [{0, 1, 2}, {3}]),
+        ([2, 2], 2, [{0, 1}, {0, 1}]),
+        ([8], 2, [{0, 1}]),
+        ([2, None], 2, [{0, 1}, {0}]),
+    ],
+)
+def test_share_cpus(units: list[int | None], cores: int, shares: list[set[int]]) -> None:
+    assert share_cpus(units, range(cores)) == [frozenset(share) for share in shares]
+
+
+@given(
+    st.lists(st.none() | st.integers(1, 8), min_size=1, max_size=8),
+    st.lists(st.integers(0, 99), min_size=1, max_size=16, unique=True),
+)
+def test_share_cpus_gives_every_engine_cores_and_shares_only_when_it_must(
+    units: list[int | None], cpus: list[int]
+) -> None:
+    shares = share_cpus(units, cpus)
+    assert all(share and share <= set(cpus) for share in shares)
+    assert all(
+        unit is None or len(share) == min(unit, len(cpus)) for unit, share in zip(units, shares, strict=True)
+    )
+    if sum(unit or 1 for unit in units) <= len(cpus):
+        assert sum(map(len, shares)) == len(frozenset().union(*shares))
+
+
+def test_threads_asked_for_are_kept_when_there_are_fewer_cores() -> None:
+    topology = planned({"nodes": [{"id": "a", "resources": {"compute_units": 3}}]})
+    assert topology.engines[0].config.threads == 3
+    assert topology.engines[0].cpus == {0, 1}
+
+
+@pytest.mark.case("CF-03")
+def test_the_effective_configuration_names_the_origin_of_every_value() -> None:
+    data = {"engine": {"chunk_size_tokens": 64}, "nodes": [{"id": "a"}], "router": {"address": "127.0.0.1:0"}}
+    lines = describe(parse_cluster_config(data, "x"), planned(data))
+    assert "nodes.a.chunk_size_tokens = 64 (file)" in lines
+    assert "nodes.a.max_batch_size = 32 (default)" in lines
+    assert "nodes.a.threads = 2 (chosen)" in lines
+    assert "router.probe_misses = 3 (default)" in lines
+
+
+@pytest.mark.parametrize(
+    ("text", "address"),
+    [
+        ("127.0.0.1:0", Address("127.0.0.1", 0)),
+        ("localhost:65535", Address("localhost", 65535)),
+        ("[::1]:80", Address("::1", 80)),
+    ],
+)
+def test_parse_address(text: str, address: Address) -> None:
+    assert parse_address(text) == address
+    assert str(address) == text
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["", "x", ":1", "x:", "x:-1", "x:65536", "x:1a", "x:١", "::1:80", "[]:1", "a b:1", "http://x:1", "x\n:1"],
+)
+def test_parse_address_refuses(text: str) -> None:
+    with pytest.raises(ValueError, match=r"host:port|port number|brackets"):
+        parse_address(text)
+
+
+def test_urls() -> None:
+    assert Address("0.0.0.0", 1).url == "http://127.0.0.1:1"
+    assert Address("::", 1).url == "http://[::1]:1"
+    assert Address("::1", 1).url == "http://[::1]:1"
+
+
+@pytest.mark.parametrize(
+    ("host", "loopback"),
+    [("127.0.0.1", True), ("127.9.9.9", True), ("::1", True), ("localhost", True), ("0.0.0.0", False), ("10.0.0.1", False), ("x.org", False)],
+)  # fmt: skip
+def test_is_loopback(host: str, loopback: bool) -> None:
+    assert is_loopback(host) is loopback
+
+
+def test_claim_ports_chooses_free_ones_and_never_a_named_one() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as probe:
+        free = probe.getsockname()[1]
+    wanted = {f"n{i}": Address("127.0.0.1", 0) for i in range(20)} | {"fixed": Address("127.0.0.1", free)}
+    claimed = claim_ports(wanted)
+    assert list(claimed) == list(wanted)
+    assert claimed["fixed"].port == free
+    assert len({address.port for address in claimed.values()}) == 21
+
+
+@pytest.mark.parametrize(
+    ("address", "message"),
+    [
+        (Address("192.0.2.1", 0), "node a: 192.0.2.1 is not an address of this machine"),
+        (Address("no-such-host.invalid", 0), "node a: the host of no-such-host.invalid:0 is not known"),
+    ],
+)
+def test_an_address_that_cannot_be_used(address: Address, message: str) -> None:
+    with pytest.raises(StartupError) as caught:
+        claim_ports({"node a": address})
+    assert caught.value.message == message
+
+
+def test_a_port_that_someone_listens_on_is_busy_even_on_the_wildcard() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        for host in ("127.0.0.1", "0.0.0.0"):
+            with pytest.raises(StartupError, match=f"port {port} on {host} is already in use"):
+                claim_ports({"router": Address(host, port)})
