@@ -6,7 +6,8 @@ Owns HTTP, JSON, tokenising and streams. Does not know how a generation is compu
 from microserving.front.app import create_front
 from microserving.front.backend import Backend, ServedModel
 from microserving.front.exchange import Endpoint, Exchange, Handler, route
-from microserving.front.openai_api import parse_request
+from microserving.front.openai_api import check_model, parse_request, tokenize
+from microserving.front.serving import bind_listener, run_on_uvloop, serve_app
 from microserving.front.settings import FrontSettings
 
 __all__ = [
@@ -16,7 +17,12 @@ __all__ = [
     "FrontSettings",
     "Handler",
     "ServedModel",
+    "bind_listener",
+    "check_model",
     "create_front",
     "parse_request",
     "route",
+    "run_on_uvloop",
+    "serve_app",
+    "tokenize",
 ]

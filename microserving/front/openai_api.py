@@ -117,6 +117,8 @@ class OpenAIFront:
         messages = fields.template_messages()
         size = sum(len(message["content"]) for message in messages)
         prompt = await _off_loop(size, lambda: tokenizer.encode_chat(messages))
+        if not prompt:
+            raise InvalidRequest("the rendered chat is empty", param="messages")
         limit = resolve_max_tokens(
             fields.token_limit,
             default=None,

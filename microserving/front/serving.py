@@ -1,0 +1,142 @@
+"""A listening socket, and an app served on it until the process is told to stop.
+
+Shared by engine and router processes. Owns sockets and signals; does not know the app. Logs, never prints.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import os
+import signal
+import socket
+from collections.abc import Awaitable, Callable, Coroutine, Generator
+from typing import Any, Final
+
+import uvicorn
+import uvloop
+from starlette.types import ASGIApp
+
+from microserving.errors import StartupError
+from microserving.front.http_protocol import BoundedHeadProtocol
+
+_logger = logging.getLogger(__name__)
+KEEP_ALIVE_S: Final = 75
+"""How long an idle connection stays open: longer than any client pool of ours keeps one."""
+GRACE_S: Final = 2
+"""How long running requests may take to end once the process was told to stop."""
+_SIGNALS: Final = (signal.SIGINT, signal.SIGTERM)
+
+
+def bind_listener(host: str, port: int) -> socket.socket:
+    """A socket bound to ``host``:``port`` (0 = a free one), not listening yet: connections are refused until
+    ``serve_app``. Raises StartupError when the address cannot be had."""
+    try:
+        family, kind, protocol, _, address = socket.getaddrinfo(
+            host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+        )[0]
+        listener = socket.socket(family, kind, protocol)
+    except OSError as error:
+        raise StartupError(f"cannot listen on {host}: {error.strerror or error}") from None
+    try:
+        # Without it a port whose last connections are in TIME_WAIT counts as busy.
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind(address)
+    except OSError as error:
+        listener.close()
+        raise _cannot_listen(host, port, error) from None
+    return listener
+
+
+async def serve_app(
+    app: ASGIApp,
+    listener: socket.socket,
+    *,
+    stopping: Callable[[], Awaitable[None]],
+    on_started: Callable[[], None] | None = None,
+) -> None:
+    """Serve until SIGINT or SIGTERM (a second one does not wait for anything), then return.
+
+    stopping: called at once after the signal; it makes the running requests end (their streams then end with an error
+    event). Requests that have not ended ``GRACE_S`` later are cancelled. Raises StartupError when the port was taken.
+    """
+    host, port = listener.getsockname()[:2]
+    try:
+        listener.listen(2048)
+    except OSError as error:
+        listener.close()
+        raise _cannot_listen(host, port, error) from None
+    server = _Server(_configuration(app))
+    with _signalled() as stop:
+        serving = asyncio.create_task(server.serve(sockets=[listener]))
+        _logger.info("listening on %s port %d", host, port)
+        if on_started is not None:
+            on_started()
+        first = asyncio.create_task(stop.wait())
+        await asyncio.wait((serving, first), return_when=asyncio.FIRST_COMPLETED)
+        _logger.info("stopping")
+        first.cancel()
+        server.should_exit = True
+        await asyncio.gather(_guarded(stopping()), serving)
+
+
+def run_on_uvloop(main: Coroutine[Any, Any, None]) -> None:
+    """``asyncio.run`` on a uvloop event loop."""
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        runner.run(main)
+
+
+class _Server(uvicorn.Server):
+    """Leaves signals to ``serve_app``: uvicorn would raise them again at its end, and the exit status be wrong."""
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Generator[None, None, None]:
+        yield
+
+
+def _configuration(app: ASGIApp) -> uvicorn.Config:
+    return uvicorn.Config(
+        app,
+        http=BoundedHeadProtocol,
+        ws="none",
+        lifespan="off",
+        log_config=None,
+        log_level="warning",
+        access_log=False,
+        server_header=False,
+        timeout_keep_alive=KEEP_ALIVE_S,
+        timeout_graceful_shutdown=GRACE_S,
+    )
+
+
+@contextlib.contextmanager
+def _signalled() -> Generator[asyncio.Event, None, None]:
+    """An event that the first signal sets; a second signal ends the process. Needs the main thread."""
+    loop = asyncio.get_running_loop()
+    stop = asyncio.Event()
+
+    def on_signal() -> None:
+        if stop.is_set():
+            _logger.warning("told to stop a second time: ending at once")
+            os._exit(1)
+        stop.set()
+
+    for number in _SIGNALS:
+        loop.add_signal_handler(number, on_signal)
+    try:
+        yield stop
+    finally:
+        for number in _SIGNALS:
+            loop.remove_signal_handler(number)
+
+
+async def _guarded(work: Awaitable[None]) -> None:
+    try:
+        await work
+    except Exception:  # stopping goes on whatever the owner's clean-up does
+        _logger.exception("ending the running requests failed")
+
+
+def _cannot_listen(host: str, port: int, error: OSError) -> StartupError:
+    return StartupError(f"cannot listen on {host} port {port}: {error.strerror}")
