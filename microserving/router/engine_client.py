@@ -158,9 +158,9 @@ class HttpEngineClient(EngineClient):
         self.info = info
         self._http.name = f"engine {info.engine_id}"
 
-    def give_up(self) -> None:
-        """Fail everything that waits for the engine's answer now."""
-        self._http.give_up()
+    def give_up(self, why: str) -> None:
+        """Fail everything that waits for the engine's answer now. why: as in "engine decode-0 does not answer"."""
+        self._http.give_up(why)
 
     async def close(self) -> None:
         """Idempotent."""

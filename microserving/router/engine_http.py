@@ -55,6 +55,7 @@ class EngineHTTP:
 
     def __init__(self, url: str, *, connect_timeout_s: float, on_unreachable: Callable[[str], None]) -> None:
         self.name = "the engine"
+        self._silence = "does not answer"
         self._client = open_connections(url, connect_timeout_s=connect_timeout_s)
         self._on_unreachable = on_unreachable
         self._waits: set[asyncio.Timeout] = set()
@@ -92,8 +93,9 @@ class EngineHTTP:
         finally:
             await response.aclose()
 
-    def give_up(self) -> None:
-        """Fail everything that waits for this engine now (it is frozen)."""
+    def give_up(self, why: str) -> None:
+        """Fail everything that waits for this engine now. why: goes on after the engine's name in the message."""
+        self._silence = why
         now = asyncio.get_running_loop().time()
         for wait in self._waits:
             wait.reschedule(now)
@@ -139,7 +141,7 @@ class EngineHTTP:
         try:
             yield
         except TimeoutError:
-            raise self.broken("does not answer") from None
+            raise self.broken(self._silence) from None
         except (httpx.ConnectError, httpx.ConnectTimeout) as error:
             self._on_unreachable(f"cannot connect: {_reason(error)}")
             raise self.broken("cannot be reached") from None

@@ -128,7 +128,7 @@ class HealthMonitor:
             self._registry.mark_down(peer, "does not answer")
         elif peer.misses >= self._settings.misses:
             self._registry.mark_down(peer, "does not answer")
-            peer.client.give_up()
+            peer.client.give_up("does not answer")
 
     async def _learn(self, peer: Peer, info: EngineInfo) -> None:
         """Know the model that the engines which are up serve; they all serve the same one."""

@@ -58,6 +58,13 @@ class ProgramHost:
         self._release_timeout_s = release_timeout_s
         self._releases: set[asyncio.Task[None]] = set()
         self._plan: asyncio.Task[None] | None = None
+        self._accepting = True
+        self._running = 0
+
+    @property
+    def running(self) -> int:
+        """Attempts under way now."""
+        return self._running
 
     @property
     def model(self) -> ServedModel | None:
@@ -69,7 +76,7 @@ class ProgramHost:
 
     @property
     def ready(self) -> bool:
-        return self._served.ready
+        return self._accepting and self._served.ready
 
     async def refresh(self) -> None:
         await self._served.refresh()
@@ -78,6 +85,10 @@ class ProgramHost:
         """Run the program's ``plan``, if it has one."""
         if type(self.program.instance).plan is not Program.plan:
             self._plan = asyncio.create_task(self._run_plan())
+
+    def refuse_requests(self) -> None:
+        """Take no more requests; those that run go on."""
+        self._accepting = False
 
     async def stop(self) -> None:
         """End the plan and wait for all clean-ups (each is bounded). Call when no request runs. Idempotent."""
@@ -89,9 +100,11 @@ class ProgramHost:
 
     async def generate(self, request: GenerationRequest) -> AsyncIterator[GenerationChunk]:
         """See ``Backend.generate``. A program that finds no engine is asked once more, after a look for engines."""
+        if not self._accepting:
+            raise NoEngine("the router stops", retry_after_s=1.0)
         looked = began = False
         while True:
-            attempt = self._attempt(request, "" if not looked else "-again")
+            attempt = self._begin(request, "-again" if looked else "")
             try:
                 async for chunk in attempt.chunks:
                     began = True
@@ -105,17 +118,19 @@ class ProgramHost:
             await self._served.refresh()
             looked = True
 
-    def _attempt(self, request: GenerationRequest, suffix: str) -> Attempt:
+    def _begin(self, request: GenerationRequest, suffix: str) -> Attempt:
         own = Request(
             request_id=request.request_id + suffix,  # an engine may still be freeing what the last one held
             prompt_token_ids=request.prompt_token_ids,
             sampling=request.sampling,
             stop=request.stop,
         )
+        self._running += 1
         return Attempt(self.program, own, self._cluster, self._in_flight)
 
     def _finish(self, attempt: Attempt) -> None:
         """Leave nothing behind. In the background: whoever ended the request does not wait for it."""
+        self._running -= 1
         if attempt.unfinished:
             task = asyncio.create_task(attempt.release(self._release_timeout_s))
             self._releases.add(task)
