@@ -1,0 +1,128 @@
+"""One engine process's parts, wired: engine, hand-off, transport and app; how they start and in which order they end.
+
+Does not know where the runner, the tokenizer and the transport come from (``run``, or a test with fakes).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+import time
+import uuid
+from dataclasses import dataclass
+
+from starlette.applications import Starlette
+
+from microserving.engine.async_engine import AsyncEngine
+from microserving.engine.config import EngineConfig
+from microserving.engine.engine import Engine
+from microserving.engine.handoff import EngineIdentity, HandoffReceiver, HandoffSender
+from microserving.engine.runner import ModelRunner
+from microserving.front import FrontSettings, serve_app
+from microserving.protocol.kv_layout import KVLayout
+from microserving.protocol.microserving import PROTOCOL_VERSION, EngineInfo
+from microserving.server.app import create_app
+from microserving.server.services import EngineServices
+from microserving.tokenizer import Tokenizer
+from microserving.transports import Transport
+
+STOP_S = 2.0
+"""How long ending the running requests may take when the process stops."""
+
+
+@dataclass(frozen=True, slots=True)
+class EngineParts:
+    """What a node is made of. The transport has allocated the runner's pool and is not served yet.
+
+    secret: the cluster's, None when there is none.
+    """
+
+    runner: ModelRunner
+    tokenizer: Tokenizer
+    transport: Transport
+    layout: KVLayout
+    model_name: str
+    model_hash: str
+    secret: bytes | None
+
+
+class EngineNode:
+    """Starts once, stops once (idempotent)."""
+
+    def __init__(self, config: EngineConfig, parts: EngineParts) -> None:
+        """Raises ConfigError when the secret is too short."""
+        identity = EngineIdentity(config.node_id, uuid.uuid4().hex, config.rank)
+        engine = AsyncEngine(
+            Engine(parts.runner, parts.tokenizer, config), reserve_wait_s=config.reserve_wait_s
+        )
+        self._transport = parts.transport
+        self._total_pages = parts.runner.total_pages
+        self._settings = FrontSettings(strict_fields=config.strict_fields)
+        self.services = EngineServices(
+            engine=engine,
+            tokenizer=parts.tokenizer,
+            receiver=HandoffReceiver(identity, parts.layout, parts.model_hash, parts.secret),
+            sender=HandoffSender(
+                parts.transport,
+                engine,
+                parts.layout,
+                parts.model_hash,
+                parts.secret,
+                timeout_s=config.transfer_timeout_s,
+            ),
+            info=_info(config, parts, identity, engine.max_context),
+        )
+
+    def create_app(self) -> Starlette:
+        return create_app(self.services, self._settings)
+
+    async def start(self) -> None:
+        """Start the engine, then accept writers. Raises StartupError."""
+        services = self.services
+        await services.engine.start()
+        self._transport.serve(
+            services.info.engine_id, services.info.epoch, self._total_pages, services.engine.engine
+        )
+
+    async def end_requests(self) -> None:
+        """Every request ends with an error, receivers of running sends are told; no new ones are taken."""
+        ending = [
+            asyncio.create_task(self.services.engine.stop()),
+            asyncio.create_task(self.services.sender.close()),
+        ]
+        done, _ = await asyncio.wait(ending, timeout=STOP_S)
+        for task in done:
+            task.result()
+
+    async def stop(self) -> None:
+        try:
+            await self.end_requests()
+        finally:
+            self._transport.close()
+
+    async def serve(self, listener: socket.socket) -> None:
+        """Serve on ``listener`` until SIGINT or SIGTERM; everything is freed when this returns."""
+        try:
+            await self.start()
+            await serve_app(self.create_app(), listener, stopping=self.end_requests)
+        finally:
+            await self.stop()
+
+
+def _info(config: EngineConfig, parts: EngineParts, identity: EngineIdentity, max_context: int) -> EngineInfo:
+    return EngineInfo(
+        protocol_version=PROTOCOL_VERSION,
+        engine_id=identity.engine_id,
+        epoch=identity.epoch,
+        rank=identity.rank,
+        node_role=config.node_role,
+        model=parts.model_name,
+        model_hash=parts.model_hash,
+        kv_layout_hash=parts.layout.hash,
+        kv_bytes_per_token=parts.layout.bytes_per_token,
+        page_size=parts.layout.page_size,
+        total_pages=parts.runner.total_pages,
+        max_context=max_context,
+        created=int(time.time()),
+        transports={parts.transport.name: dict(parts.transport.describe())},
+    )

@@ -1,0 +1,95 @@
+"""An engine process from its configuration: bind the port, open the model, serve until a signal.
+
+Logs and reports progress; never prints.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Final
+
+from microserving.engine.config import EngineConfig
+from microserving.engine.model_runner import TVMModelRunner
+from microserving.errors import ConfigError
+from microserving.front import bind_listener, run_on_uvloop
+from microserving.model_files.catalog import open_model
+from microserving.model_files.model_config import ModelConfig
+from microserving.protocol.kv_layout import KVLayout
+from microserving.server.node import EngineNode, EngineParts
+from microserving.tokenizer import Tokenizer
+from microserving.transports import Transport, create_transport
+
+Progress = Callable[[str, float], None]
+"""(stage, fraction done in [0, 1])."""
+
+SWITCH_INTERVAL_S: Final = 0.0005
+"""The HTTP thread shares the GIL with the engine's; the default of 5 ms would add up to that to every chunk."""
+TRANSPORT: Final = "shared_memory"
+
+
+def run_engine(config: EngineConfig, *, progress: Progress | None = None) -> None:
+    """Serve until SIGINT or SIGTERM. Raises StartupError; a busy port is found before the model is opened."""
+    sys.setswitchinterval(SWITCH_INTERVAL_S)
+    with contextlib.closing(bind_listener(config.serving_bind, config.port)) as listener:
+        transport = create_transport(TRANSPORT, runtime_dir=config.runtime_dir)
+        with contextlib.closing(transport):
+            node = EngineNode(config, open_parts(config, transport, progress or _silent))
+            run_on_uvloop(node.serve(listener))
+
+
+def open_parts(config: EngineConfig, transport: Transport, progress: Progress) -> EngineParts:
+    """Find, load and compile what ``config`` names. Takes seconds to minutes. Raises StartupError."""
+    secret = read_secret(config.cluster_secret_file)
+    model = open_model(config.model, config.cache_dir, progress)
+    layout = kv_layout(model.config, config)
+    total_pages = config.kv_cache_bytes // layout.bytes_per_page
+    if total_pages < 1:
+        raise ConfigError(
+            f"kv_cache_bytes is {config.kv_cache_bytes}, but one page has {layout.bytes_per_page} bytes"
+        )
+    runner = TVMModelRunner.create(
+        model.weights,
+        layout=layout,
+        total_pages=total_pages,
+        pool_memory=transport.allocate(total_pages * layout.bytes_per_page),
+        threads=config.threads,
+        cache_dir=config.cache_dir,
+        progress=progress,
+    )
+    return EngineParts(
+        runner=runner,
+        tokenizer=Tokenizer.load(model),
+        transport=transport,
+        layout=layout,
+        model_name=config.served_model_name or model.name,
+        model_hash=model.model_hash,
+        secret=secret,
+    )
+
+
+def kv_layout(model: ModelConfig, config: EngineConfig) -> KVLayout:
+    """How the model's K/V lies in this engine's pages."""
+    return KVLayout(
+        layers=model.num_layers,
+        kv_heads=model.num_kv_heads,
+        head_dim=model.head_dim,
+        page_size=config.page_size,
+        dtype=config.kv_dtype,
+    )
+
+
+def read_secret(path: Path | None) -> bytes | None:
+    """The cluster secret in a file, without white space around it; None when no file is named. Raises ConfigError."""
+    if path is None:
+        return None
+    try:
+        return path.read_bytes().strip()
+    except OSError as error:
+        raise ConfigError(f"cannot read the cluster secret file {path}: {error.strerror}") from None
+
+
+def _silent(_stage: str, _fraction: float) -> None:
+    """Nobody wants to know."""

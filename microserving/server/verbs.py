@@ -1,0 +1,177 @@
+"""The verbs over HTTP: `/microserving/*`. Parses, resolves indices, calls the engine, shapes the answer.
+
+Does not know how pages are reserved, how KV travels or how a descriptor looks.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import asdict
+from functools import cached_property
+from typing import TypeVar
+
+from starlette.routing import Route
+
+from microserving.engine.jobs import LoadSnapshot
+from microserving.errors import InvalidRequest
+from microserving.front import Exchange, FrontSettings, check_model, parse_request, route, tokenize
+from microserving.front.generations import check_vocabulary, pick_seed, resolve_max_tokens
+from microserving.front.openai_api import stream_answer, whole_answer
+from microserving.protocol.generation import GenerationRequest
+from microserving.protocol.microserving import (
+    MatchPrefixRequest,
+    PrepRecvRequest,
+    RemoteSendRequest,
+    RequestIdBody,
+    StartGenerateRequest,
+    VerbRequest,
+    remote_send_body,
+    resolve_index,
+)
+from microserving.protocol.openai import DEFAULT_COMPLETION_TOKENS
+from microserving.protocol.responses import AnswerShape, dump
+from microserving.server.backend import EngineBackend
+from microserving.server.services import EngineServices
+
+VerbRequestT = TypeVar("VerbRequestT", bound=VerbRequest)
+
+
+class Verbs:
+    """The handlers. Holds no state of requests."""
+
+    def __init__(
+        self, services: EngineServices, settings: FrontSettings, clock: Callable[[], float] = time.time
+    ) -> None:
+        self._services = services
+        self._settings = settings
+        self._clock = clock
+        self._model = EngineBackend(services).model
+
+    def routes(self) -> list[Route]:
+        posts = {
+            "prep_recv": self.prep_recv,
+            "remote_send": self.remote_send,
+            "start_generate": self.start_generate,
+            "abort": self.abort,
+            "renew": self.renew,
+            "match_prefix": self.match_prefix,
+        }
+        gets = {"info": self.info, "load": self.load, "tokenizer": self.tokenizer}
+        return [
+            route(method, f"/microserving/{name}", handler, self._settings)
+            for method, handlers in (("POST", posts), ("GET", gets))
+            for name, handler in handlers.items()
+        ]
+
+    async def prep_recv(self, exchange: Exchange) -> None:
+        fields = self._parse(exchange, PrepRecvRequest)
+        prompt = await self._prompt(fields)
+        end = resolve_index(fields.end, len(prompt), param="end")
+        request_id = fields.given_id or exchange.request_id
+        services = self._services
+        reservation = await services.engine.prep_recv(request_id, tuple(prompt), end)
+        try:
+            await exchange.reply_json(
+                {
+                    "kv_append_metadata": services.receiver.descriptor(reservation),
+                    "prefix_matched_length": reservation.prefix_matched_length,
+                    "prompt_length": reservation.prompt_length,
+                    "request_id": request_id,
+                    "lease_ttl_s": reservation.lease_ttl_s,
+                }
+            )
+        except BaseException:
+            services.engine.abort(request_id)  # nobody will ever know of it
+            raise
+
+    async def remote_send(self, exchange: Exchange) -> None:
+        """Answers when every byte is at the receiver. A caller that leaves ends the send."""
+        fields = self._parse(exchange, RemoteSendRequest)
+        prompt = await self._prompt(fields)
+        begin = resolve_index(fields.begin, len(prompt), param="begin")
+        end = resolve_index(fields.end, len(prompt), param="end")
+        if begin > end:
+            raise InvalidRequest(f"begin is {begin}, behind end, which is {end}", param="begin")
+        result = await self._services.sender.send(
+            prompt,
+            begin,
+            end,
+            fields.kv_addr_info,
+            fields.recv_rank,
+            fields.given_id or exchange.request_id,
+        )
+        await exchange.reply_json(remote_send_body(result))
+
+    async def start_generate(self, exchange: Exchange) -> None:
+        fields = self._parse(exchange, StartGenerateRequest)
+        check_vocabulary(fields, self._services.tokenizer.vocab_size)
+        prompt = await self._prompt(fields)
+        begin = resolve_index(fields.begin, len(prompt), param="begin")
+        limit = resolve_max_tokens(
+            fields.max_tokens,
+            default=DEFAULT_COMPLETION_TOKENS,
+            prompt_tokens=len(prompt),
+            max_context=self._model.max_context,
+            param="prompt",
+        )
+        request = GenerationRequest(
+            request_id=fields.given_id or exchange.request_id,
+            prompt_token_ids=tuple(prompt),
+            sampling=fields.sampling_params(pick_seed(fields.seed)),
+            stop=fields.stop_params(limit),
+        )
+        shape = AnswerShape(
+            "completion",
+            answer_id=f"cmpl-{exchange.request_id}",
+            created=int(self._clock()),
+            model=self._model.id,
+            include_usage=fields.include_usage,
+            token_ids=fields.return_token_ids,
+        )
+        answer = stream_answer if fields.stream else whole_answer
+        await answer(exchange, EngineBackend(self._services, begin=begin), [request], shape, len(prompt), 1)
+
+    async def abort(self, exchange: Exchange) -> None:
+        """Idempotent: an unknown id is fine."""
+        fields = parse_request(exchange, RequestIdBody, strict=self._settings.strict_fields)
+        await exchange.reply_json({"aborted": self._services.engine.abort(fields.request_id)})
+
+    async def renew(self, exchange: Exchange) -> None:
+        fields = parse_request(exchange, RequestIdBody, strict=self._settings.strict_fields)
+        lease_ttl_s = self._services.engine.renew(fields.request_id)
+        await exchange.reply_json({"request_id": fields.request_id, "lease_ttl_s": lease_ttl_s})
+
+    async def match_prefix(self, exchange: Exchange) -> None:
+        prompt = await self._prompt(self._parse(exchange, MatchPrefixRequest))
+        matched = self._services.engine.match_prefix(tuple(prompt))
+        await exchange.reply_json({"prefix_matched_length": matched})
+
+    async def info(self, exchange: Exchange) -> None:
+        await exchange.reply_json(self._services.info.model_dump())
+
+    async def load(self, exchange: Exchange) -> None:
+        await exchange.reply_json(load_body(self._services.engine.load()))
+
+    async def tokenizer(self, exchange: Exchange) -> None:
+        await exchange.reply(self._tokenizer_body)
+
+    @cached_property
+    def _tokenizer_body(self) -> bytes:
+        """Some megabytes; encoded once, when a router first asks."""
+        return dump(self._services.tokenizer.to_dict())
+
+    def _parse(self, exchange: Exchange, model: type[VerbRequestT]) -> VerbRequestT:
+        fields = parse_request(exchange, model, strict=self._settings.strict_fields)
+        check_model(fields.model, self._model)
+        return fields
+
+    async def _prompt(self, fields: VerbRequest) -> list[int]:
+        return await tokenize(fields.only_prompt, self._services.tokenizer)
+
+
+def load_body(load: LoadSnapshot) -> dict[str, object]:
+    """The answer of `/microserving/load`."""
+    body = asdict(load)
+    body["counters"]["requests_finished"] = dict(load.counters.requests_finished)
+    return body
