@@ -1,1 +1,1 @@
-"""TODO: what this package owns."""
+"""Model definitions in ``tvm.relax.frontend.nn`` and the registry of architectures. Does not know files or requests."""

@@ -1,0 +1,222 @@
+"""Computes steps with TVM: the arrays of a step, the compiled step functions, the pool as a tensor.
+
+Owns: packed weights, the rope table, the number of TVM threads. Does not know requests, page bookkeeping or transports.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import tvm
+from tvm import relax
+
+from microserving.engine.compiler import CodeCache, default_cache_dir, load_objects
+from microserving.engine.compiler.model import compiled_model
+from microserving.engine.kernels.common import detect_isa
+from microserving.engine.kernels.plan import AttentionShape, plan_attention
+from microserving.engine.models.base import ModelSpec
+from microserving.engine.models.registry import model_class
+from microserving.engine.rope import RopeTable
+from microserving.engine.runner import LayerTimes, RunnerChunk, StepOutput
+from microserving.engine.weights import pack_matrix, pack_vector, tile_kind
+from microserving.errors import ModelLoadError
+from microserving.model_files import ModelConfig, WeightSource
+from microserving.protocol.kv_layout import KVLayout
+from microserving.transports.base import RemotePool
+
+Progress = Callable[[str, float], None]
+_ALIGNMENT = 64  # bytes; vector loads of the compiled code assume it
+
+
+class TVMModelRunner:
+    """A ``ModelRunner``. ``create`` may run on any thread; ``run`` always on the same one, which owns TVM's workers."""
+
+    def __init__(
+        self, code: Any, parameters: list[Any], config: ModelConfig, layout: KVLayout, pool: Any, threads: int
+    ) -> None:
+        machine = relax.VirtualMachine(code, tvm.cpu())
+        self._step, self._step_put = machine["step"], machine["step_put"]
+        self._parameters = parameters
+        self._config, self._layout, self._pool, self._threads = config, layout, pool, threads
+        self._shape = AttentionShape(
+            config.num_heads, layout.kv_heads, layout.head_dim, layout.page_size, layout.dtype
+        )
+        self._rope = RopeTable(layout.head_dim, config.rope_theta)
+        self._thread: int | None = None
+
+    @classmethod
+    def create(
+        cls,
+        weights: WeightSource,
+        *,
+        layout: KVLayout,
+        total_pages: int,
+        pool_memory: npt.NDArray[np.uint8],
+        threads: int,
+        cache_dir: Path | None = None,
+        progress: Progress | None = None,
+        cache: CodeCache | None = None,
+    ) -> TVMModelRunner:
+        """Pack the weights, get the code, wrap the pool.
+
+        pool_memory: uint8 [>= layout.bytes_per_page * total_pages], 64-byte aligned and writable; used in place.
+        progress(stage, fraction): stages "weights", "compile" (only when not cached) and "load".
+        Raises ModelLoadError for a model that the kernels cannot run.
+        """
+        report = progress or (lambda _stage, _fraction: None)
+        config = weights.config
+        _check_shapes(config, layout)
+        arrays = _pack(weights, report)
+        kinds = {name: kind for name, (_, kind) in arrays.items() if kind is not None}
+        spec = ModelSpec(config, layout, detect_isa(), kinds)
+        names, *objects = compiled_model(spec, cache or CodeCache(cache_dir or default_cache_dir()), report)
+        report("load", 0.0)
+        parameters = [tvm.runtime.tensor(arrays.pop(name)[0]) for name in names.decode().split("\n")]
+        pool = _pool_tensor(pool_memory, layout, total_pages)
+        runner = cls(load_objects(tuple(objects)), parameters, config, layout, pool, threads)
+        report("load", 1.0)
+        return runner
+
+    @property
+    def vocab_size(self) -> int:
+        return self._config.vocab_size
+
+    @property
+    def max_context(self) -> int:
+        return self._config.max_context
+
+    @property
+    def page_size(self) -> int:
+        return self._layout.page_size
+
+    @property
+    def total_pages(self) -> int:
+        return int(self._pool.shape[1])
+
+    @property
+    def kv_bytes_per_token(self) -> int:
+        return self._layout.bytes_per_token
+
+    def run(self, chunks: Sequence[RunnerChunk]) -> StepOutput:
+        self._own_thread()
+        counts = np.array([len(chunk.token_ids) for chunk in chunks], np.int32)
+        starts = np.array([chunk.start for chunk in chunks], np.int32)
+        arguments = self._arguments(chunks, starts, counts)
+        puts = [chunk.put for chunk in chunks if chunk.put is not None]
+        if not puts:
+            return StepOutput(self._step(*arguments, self._parameters).numpy(), None)
+        remote = self._remote_arguments(chunks, puts[0].pool, counts)
+        logits, times = self._step_put(*arguments, *remote, self._parameters)
+        stamps = times.numpy()
+        return StepOutput(logits.numpy(), LayerTimes(stamps[:, 0], stamps[:, 1], stamps[:, 2]))
+
+    def _arguments(
+        self, chunks: Sequence[RunnerChunk], starts: npt.NDArray[np.int32], counts: npt.NDArray[np.int32]
+    ) -> list[Any]:
+        """The inputs of ``step`` in the order of ``models.base.step_signature``."""
+        ends = np.cumsum(counts)
+        sequence = np.repeat(np.arange(len(chunks)), counts)
+        positions = np.arange(ends[-1], dtype=np.int32) + np.repeat(starts + counts - ends, counts).astype(
+            np.int32
+        )
+        table = self._page_table(chunks, starts + counts)
+        page_size = self._layout.page_size
+        slots = table[sequence, positions // page_size] * page_size + positions % page_size
+        ids = np.array([token for chunk in chunks for token in chunk.token_ids], np.int32)
+        plan = plan_attention(self._shape, self._threads, starts=starts, counts=counts)
+        wanted = np.array([chunk.needs_logits for chunk in chunks], bool)
+        inputs = [
+            ids,
+            self._rope.rows(positions),
+            slots.astype(np.int32),
+            table,
+            plan.prefill.tasks,
+            plan.prefill.thread_tasks,
+            plan.decode.tasks,
+            plan.decode.thread_tasks,
+            plan.decode.merges,
+        ]
+        workspace = tvm.runtime.empty(plan.decode.workspace, "float32")
+        logit_rows = tvm.runtime.tensor((ends[wanted] - 1).astype(np.int32))
+        return [*map(tvm.runtime.tensor, inputs), workspace, logit_rows, self._pool]
+
+    def _page_table(
+        self, chunks: Sequence[RunnerChunk], lengths: npt.NDArray[np.int32]
+    ) -> npt.NDArray[np.int32]:
+        """int32 [chunks, most pages]; entries behind a sequence's last page are 0 and never read."""
+        used = -(-lengths // self._layout.page_size)
+        table = np.zeros((len(chunks), int(used.max())), np.int32)
+        for row, (chunk, pages) in enumerate(zip(chunks, used.tolist(), strict=True)):
+            table[row, :pages] = chunk.pages[:pages]
+        return table
+
+    def _remote_arguments(
+        self, chunks: Sequence[RunnerChunk], pool: RemotePool, counts: npt.NDArray[np.int32]
+    ) -> list[Any]:
+        """What ``step_put`` takes besides: the other pool, the slots there (-1 = not sent), the time stamps."""
+        slots = np.full(int(counts.sum()), -1, np.int32)
+        end = 0
+        for chunk, count in zip(chunks, counts.tolist(), strict=True):
+            if chunk.put is not None:
+                slots[end : end + count] = chunk.put.slots
+            end += count
+        times = np.zeros((self._layout.layers, 3), np.int64)
+        remote = _pool_tensor(pool.memory, self._layout, pool.total_pages)
+        return [remote, tvm.runtime.tensor(slots), tvm.runtime.tensor(times)]
+
+    def _own_thread(self) -> None:
+        """TVM's worker pool belongs to the calling thread: set its size before its first use there."""
+        current = threading.get_ident()
+        if self._thread != current:
+            set_tvm_threads(self._threads)
+            self._thread = current
+
+
+def set_tvm_threads(threads: int) -> None:
+    """Let kernels called from this thread use ``threads`` cores (this thread and workers that sleep when idle)."""
+    os.environ["TVM_NUM_THREADS"] = str(threads)
+    os.environ["TVM_BIND_THREADS"] = "0"  # two engines on a host must not be pinned to the same core
+    tvm.get_global_func("runtime.config_threadpool")(1, threads)
+
+
+def _check_shapes(config: ModelConfig, layout: KVLayout) -> None:
+    found = (layout.layers, layout.kv_heads, layout.head_dim)
+    if found != (config.num_layers, config.num_kv_heads, config.head_dim):
+        raise ModelLoadError(f"the KV layout {found} is not that of the model")
+    for name in ("hidden_size", "intermediate_size", "head_dim"):
+        if getattr(config, name) % 16:
+            raise ModelLoadError(f"{name} is {getattr(config, name)}; the kernels need a multiple of 16")
+    if config.attention_bias or config.qk_norm:
+        raise ModelLoadError("models with attention biases or QK norms are not supported yet")
+
+
+def _pack(weights: WeightSource, report: Progress) -> dict[str, tuple[npt.NDArray[Any], Any]]:
+    """Parameter -> (array, tile kind; None for a vector)."""
+    parameters = model_class(weights.config.architecture).parameters_of(weights.config)
+    packed: dict[str, tuple[npt.NDArray[Any], Any]] = {}
+    for done, (name, sources) in enumerate(parameters.items()):
+        report("weights", done / len(parameters))
+        parts = [weights.weight(source) for source in sources]
+        is_matrix = len(parts[0].shape) == 2
+        packed[name] = (pack_matrix(parts), tile_kind(parts)) if is_matrix else (pack_vector(parts[0]), None)
+    report("weights", 1.0)
+    return packed
+
+
+def _pool_tensor(memory: npt.NDArray[np.uint8], layout: KVLayout, total_pages: int) -> Any:
+    """``memory`` as a tensor, without a copy; the tensor keeps it mapped."""
+    size = layout.bytes_per_page * total_pages
+    if (
+        memory.dtype != np.uint8
+        or memory.ndim != 1
+        or memory.nbytes < size
+        or memory.ctypes.data % _ALIGNMENT
+    ):
+        raise ValueError(f"pool memory must be at least {size} bytes, uint8, aligned to {_ALIGNMENT}")
+    return tvm.runtime.from_dlpack(memory[:size].view(layout.dtype).reshape(layout.shape(total_pages)))

@@ -1,0 +1,207 @@
+"""What every model definition shares: its inputs, the packed weight modules, and the wrapping of kernels as graph calls.
+
+Owns: the signature of a step in the graph. Does not know an architecture, files or the disk cache.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import tvm
+from tvm import tirx
+from tvm.relax.frontend import nn
+
+from microserving.engine.kernels.attention import decode_kernel, prefill_kernel
+from microserving.engine.kernels.common import Isa
+from microserving.engine.kernels.elementwise import embedding_kernel
+from microserving.engine.kernels.kv_write import LAYER_END, append_kernel, put_kernel, stamp_kernel
+from microserving.engine.kernels.matmul import MatmulShape, TileKind, matmul_kernel
+from microserving.engine.kernels.plan import TASK_FIELDS, AttentionShape
+from microserving.model_files import ModelConfig
+from microserving.protocol.kv_layout import KVLayout
+
+Parameters = Mapping[str, tuple[str, ...]]
+"""Graph parameter -> the canonical tensors stacked in it (a matrix), or the one vector."""
+
+
+@dataclass(frozen=True)
+class ModelSpec:
+    """All that a compiled model depends on. kinds: tile kind of each matrix parameter."""
+
+    config: ModelConfig
+    layout: KVLayout
+    isa: Isa
+    kinds: Mapping[str, TileKind]
+
+    @property
+    def attention(self) -> AttentionShape:
+        layout = self.layout
+        return AttentionShape(
+            self.config.num_heads, layout.kv_heads, layout.head_dim, layout.page_size, layout.dtype
+        )
+
+
+class StepModel(Protocol):
+    """A model definition: an ``nn.Module`` with the methods of ``step_signature`` and ``put_signature``."""
+
+    def __init__(self, spec: ModelSpec) -> None: ...
+
+    @staticmethod
+    def parameters_of(config: ModelConfig) -> Parameters:
+        """Every graph parameter and what it is made of."""
+
+    def export_tvm(self, spec: Any) -> tuple[tvm.IRModule, list[tuple[str, Any]]]: ...
+
+
+@dataclass(frozen=True)
+class StepInputs:
+    """The arguments of a step that layers share. Row i is token i of the step.
+
+    angles: float32 [n, head_dim]; slots: int32 [n]; table: int32 [b, max_pages]; the rest: an ``AttentionPlan``.
+    """
+
+    angles: Any
+    slots: Any
+    table: Any
+    prefill_tasks: Any
+    prefill_threads: Any
+    decode_tasks: Any
+    decode_threads: Any
+    merges: Any
+    workspace: Any
+
+
+def step_signature(spec: ModelSpec) -> dict[str, Any]:
+    """Inputs of ``step(ids, <StepInputs>, logit_rows, pool) -> logits [r, vocab]``."""
+    tensor, shape = nn.spec.Tensor, spec.attention
+    return {
+        "ids": tensor(["n"], "int32"),
+        "angles": tensor(["n", shape.head_dim], "float32"),
+        "slots": tensor(["n"], "int32"),
+        "table": tensor(["b", "max_pages"], "int32"),
+        "prefill_tasks": tensor(["p", TASK_FIELDS], "int32"),
+        "prefill_threads": tensor(["threads1"], "int32"),
+        "decode_tasks": tensor(["d", TASK_FIELDS], "int32"),
+        "decode_threads": tensor(["threads1"], "int32"),
+        "merges": tensor(["m", 4], "int32"),
+        "workspace": tensor(["w", shape.group, shape.head_dim + 32], "float32"),
+        "logit_rows": tensor(["r"], "int32"),
+        "pool": tensor(_pool_shape(spec, "pages"), spec.layout.dtype),
+    }
+
+
+def put_signature(spec: ModelSpec) -> dict[str, Any]:
+    """Inputs of ``step_put``: those of ``step``, then another engine's pool, its slots, and times; gives (logits, times)."""
+    tensor = nn.spec.Tensor
+    return {
+        **step_signature(spec),
+        "remote_pool": tensor(_pool_shape(spec, "remote_pages"), spec.layout.dtype),
+        "remote_slots": tensor(["n"], "int32"),
+        "times": tensor([spec.layout.layers, 3], "int64"),
+    }
+
+
+def _pool_shape(spec: ModelSpec, pages: str) -> list[int | str]:
+    layers, _, two, heads, size = spec.layout.shape(0)
+    return [layers, pages, two, heads, size]
+
+
+def export(model: StepModel, spec: ModelSpec) -> tuple[tvm.IRModule, list[str]]:
+    """The graph of both step functions, and the names of its parameters in order."""
+    modes = {"param_mode": "packed", "effect_mode": "none"}
+    module, parameters = model.export_tvm(
+        {
+            "step": {**step_signature(spec), "$": modes},
+            "step_put": {**put_signature(spec), "$": modes},
+        }
+    )
+    return module, [name for name, _ in parameters]
+
+
+def call(kernel: tirx.PrimFunc, name: str, args: Sequence[Any], out: Any) -> Any:
+    """One kernel that makes new tensors; ``out``: a placeholder or a list of them."""
+    return nn.op.tensor_ir_op(kernel.without_attr("global_symbol"), name, list(args), out)
+
+
+def call_inplace(kernel: tirx.PrimFunc, name: str, args: Sequence[Any], index: int, *fresh: Any) -> Any:
+    """One kernel that changes args[index] and gives it back, with the tensors that it makes (``fresh``) if any."""
+    kernel = kernel.without_attr("global_symbol")
+    if not fresh:
+        return nn.op.tensor_ir_inplace_op(kernel, name, list(args), index, _like(args[index]))
+    outputs, indices = [_like(args[index]), *fresh], [index] + [-1] * len(fresh)
+    return nn.op.tensor_ir_inplace_op(kernel, name, list(args), indices, outputs)
+
+
+def new(shape: Sequence[Any], dtype: str = "float32") -> Any:
+    return nn.Tensor.placeholder(list(shape), dtype)
+
+
+def _like(tensor: Any) -> Any:
+    return nn.Tensor.placeholder(tensor.shape, tensor.dtype)
+
+
+class Matrix(nn.Module):  # type: ignore[misc]
+    """A packed weight: as a product, and as an embedding table."""
+
+    def __init__(self, spec: ModelSpec, name: str, rows: int, columns: int) -> None:
+        self.shape = MatmulShape(spec.kinds[name], rows, columns)
+        self.isa = spec.isa
+        self.tiles = nn.Parameter(self.shape.tiles, "uint8")
+
+    def forward(self, x: Any) -> Any:
+        shape = self.shape
+        name = f"matmul_{shape.kind}_{shape.rows}_{shape.columns}"
+        return call(matmul_kernel(shape, self.isa), name, [x, self.tiles], new([x.shape[0], shape.rows]))
+
+    def gather(self, ids: Any) -> Any:
+        shape = self.shape
+        return call(
+            embedding_kernel(shape), "embedding", [ids, self.tiles], new([ids.shape[0], shape.columns])
+        )
+
+
+class KVWriter:
+    """Puts each layer's K/V into the pool, and into another engine's when the step has one."""
+
+    def __init__(self, spec: ModelSpec, slots: Any, pool: Any, remote: tuple[Any, Any, Any] | None) -> None:
+        layout = spec.layout
+        self._sizes = (layout.kv_heads, layout.head_dim, layout.page_size, layout.dtype)
+        self._slots, self.pool, self._remote = slots, pool, remote
+
+    @property
+    def times(self) -> Any:
+        """The times tensor as the last stamp left it."""
+        return None if self._remote is None else self._remote[2]
+
+    def write(self, k: Any, v: Any, layer: int) -> None:
+        index = tirx.IntImm("int64", layer)
+        self.pool = call_inplace(
+            append_kernel(*self._sizes), "append", [k, v, self._slots, self.pool, index], 3
+        )
+        if self._remote is not None:
+            pool, slots, times = self._remote
+            times = call_inplace(put_kernel(*self._sizes), "put", [k, v, slots, pool, index, times], 5)
+            self._remote = (pool, slots, times)
+
+    def layer_end(self, layer: int) -> None:
+        if self._remote is not None:
+            pool, slots, times = self._remote
+            index, column = tirx.IntImm("int64", layer), tirx.IntImm("int64", LAYER_END)
+            self._remote = (pool, slots, call_inplace(stamp_kernel(), "stamp", [times, index, column], 0))
+
+
+def attention(spec: ModelSpec, q: Any, pool: Any, layer: int, step: StepInputs) -> Any:
+    """Causal attention of all rows over the paged pool: float32 [n, num_heads, head_dim]."""
+    shape, index = spec.attention, tirx.IntImm("int64", layer)
+    out = call(
+        prefill_kernel(shape, spec.isa),
+        "prefill_attention",
+        [q, pool, index, step.table, step.prefill_tasks, step.prefill_threads],
+        _like(q),
+    )
+    plan = [step.decode_tasks, step.decode_threads, step.merges, step.workspace]
+    return call_inplace(
+        decode_kernel(shape, spec.isa), "decode_attention", [q, pool, index, step.table, *plan, out], 8
+    )

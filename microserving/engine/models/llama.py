@@ -1,0 +1,187 @@
+"""The Llama family (Llama, SmolLM2, Mistral) as a graph of our kernels.
+
+Formulas: Touvron et al. 2023 (arXiv 2302.13971), grouped-query attention (arXiv 2305.13245).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from tvm.relax.frontend import nn
+
+from microserving.engine.kernels.elementwise import (
+    add_rms_norm_kernel,
+    last_norm_kernel,
+    rms_norm_kernel,
+    rope_kernel,
+    silu_mul_kernel,
+)
+from microserving.engine.models.base import (
+    KVWriter,
+    Matrix,
+    ModelSpec,
+    Parameters,
+    StepInputs,
+    attention,
+    call,
+    call_inplace,
+    new,
+)
+from microserving.model_files import ModelConfig
+
+_FUSED = {
+    "qkv": ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
+    "output": ("self_attn.o_proj",),
+    "gate_up": ("mlp.gate_proj", "mlp.up_proj"),
+    "down": ("mlp.down_proj",),
+}
+_NORMS = {"attention_norm": "input_layernorm", "mlp_norm": "post_attention_layernorm"}
+
+
+class LlamaLayer(nn.Module):  # type: ignore[misc]
+    """One decoder layer. x is changed in place; a layer returns what is still to be added to it."""
+
+    def __init__(self, spec: ModelSpec, layer: int) -> None:
+        config, prefix = spec.config, f"layers.{layer}."
+        self.spec, self.layer = spec, layer
+        heads = config.num_heads + 2 * config.num_kv_heads
+        self.attention_norm = nn.Parameter((config.hidden_size,), "float32")
+        self.qkv = Matrix(spec, f"{prefix}qkv.tiles", heads * config.head_dim, config.hidden_size)
+        self.output = Matrix(
+            spec, f"{prefix}output.tiles", config.hidden_size, config.num_heads * config.head_dim
+        )
+        self.mlp_norm = nn.Parameter((config.hidden_size,), "float32")
+        self.gate_up = Matrix(
+            spec, f"{prefix}gate_up.tiles", 2 * config.intermediate_size, config.hidden_size
+        )
+        self.down = Matrix(spec, f"{prefix}down.tiles", config.hidden_size, config.intermediate_size)
+
+    def forward(self, x: Any, delta: Any, step: StepInputs, kv: KVWriter) -> tuple[Any, Any]:
+        x, normed = _add_norm(self.spec.config, x, delta, self.attention_norm)
+        x, normed = _add_norm(self.spec.config, x, self.attend(normed, step, kv), self.mlp_norm)
+        delta = self.mlp(normed)
+        kv.layer_end(self.layer)
+        return x, delta
+
+    def attend(self, x: Any, step: StepInputs, kv: KVWriter) -> Any:
+        config, n = self.spec.config, x.shape[0]
+        heads, kv_heads, dim = config.num_heads, config.num_kv_heads, config.head_dim
+        qkv = nn.op.reshape(self.qkv(x), (n, heads + 2 * kv_heads, dim))
+        parts = [new([n, heads, dim]), new([n, kv_heads, dim]), new([n, kv_heads, dim])]
+        q, k, v = call(rope_kernel(heads, kv_heads, dim), "rope", [qkv, step.angles], parts)
+        kv.write(k, v, self.layer)
+        out = attention(self.spec, q, kv.pool, self.layer, step)
+        return self.output(nn.op.reshape(out, (n, heads * dim)))
+
+    def mlp(self, x: Any) -> Any:
+        size = self.spec.config.intermediate_size
+        gate_up = self.gate_up(x)
+        return self.down(call(silu_mul_kernel(size), "silu_mul", [gate_up], new([x.shape[0], size])))
+
+
+class LlamaModel(nn.Module):  # type: ignore[misc]
+    """``step`` and ``step_put`` as ``models.base`` describes them."""
+
+    def __init__(self, spec: ModelSpec) -> None:
+        config = spec.config
+        self.spec = spec
+        self.embedding = Matrix(spec, "embedding.tiles", config.vocab_size, config.hidden_size)
+        self.layers = nn.ModuleList([LlamaLayer(spec, layer) for layer in range(config.num_layers)])
+        self.last_norm = nn.Parameter((config.hidden_size,), "float32")
+        if not config.tie_word_embeddings:
+            self.head = Matrix(spec, "head.tiles", config.vocab_size, config.hidden_size)
+
+    @staticmethod
+    def parameters_of(config: ModelConfig) -> Parameters:
+        found: dict[str, tuple[str, ...]] = {
+            "embedding.tiles": ("model.embed_tokens.weight",),
+            "last_norm": ("model.norm.weight",),
+        }
+        for layer in range(config.num_layers):
+            source = f"model.layers.{layer}."
+            for name, parts in _FUSED.items():
+                found[f"layers.{layer}.{name}.tiles"] = tuple(f"{source}{part}.weight" for part in parts)
+            for name, part in _NORMS.items():
+                found[f"layers.{layer}.{name}"] = (f"{source}{part}.weight",)
+        if not config.tie_word_embeddings:
+            found["head.tiles"] = ("lm_head.weight",)
+        return found
+
+    def step(
+        self,
+        ids: Any,
+        angles: Any,
+        slots: Any,
+        table: Any,
+        prefill_tasks: Any,
+        prefill_threads: Any,
+        decode_tasks: Any,
+        decode_threads: Any,
+        merges: Any,
+        workspace: Any,
+        logit_rows: Any,
+        pool: Any,
+    ) -> Any:
+        inputs = StepInputs(
+            angles,
+            slots,
+            table,
+            prefill_tasks,
+            prefill_threads,
+            decode_tasks,
+            decode_threads,
+            merges,
+            workspace,
+        )
+        return self._logits(ids, inputs, logit_rows, KVWriter(self.spec, slots, pool, None))
+
+    def step_put(
+        self,
+        ids: Any,
+        angles: Any,
+        slots: Any,
+        table: Any,
+        prefill_tasks: Any,
+        prefill_threads: Any,
+        decode_tasks: Any,
+        decode_threads: Any,
+        merges: Any,
+        workspace: Any,
+        logit_rows: Any,
+        pool: Any,
+        remote_pool: Any,
+        remote_slots: Any,
+        times: Any,
+    ) -> Any:
+        inputs = StepInputs(
+            angles,
+            slots,
+            table,
+            prefill_tasks,
+            prefill_threads,
+            decode_tasks,
+            decode_threads,
+            merges,
+            workspace,
+        )
+        kv = KVWriter(self.spec, slots, pool, (remote_pool, remote_slots, times))
+        logits = self._logits(ids, inputs, logit_rows, kv)
+        return logits, kv.times
+
+    def _logits(self, ids: Any, inputs: StepInputs, logit_rows: Any, kv: KVWriter) -> Any:
+        config = self.spec.config
+        x, delta = self.embedding.gather(ids), None
+        for layer in self.layers:
+            x, delta = layer(x, delta, inputs, kv)
+        kernel = last_norm_kernel(config.hidden_size, config.rms_norm_eps)
+        out = new([logit_rows.shape[0], config.hidden_size])
+        rows = call(kernel, "last_norm", [x, delta, logit_rows, self.last_norm], out)
+        return self.embedding(rows) if config.tie_word_embeddings else self.head(rows)
+
+
+def _add_norm(config: ModelConfig, x: Any, delta: Any | None, weight: Any) -> tuple[Any, Any]:
+    """(x + delta, its RMSNorm); x is changed in place."""
+    size, eps = config.hidden_size, config.rms_norm_eps
+    if delta is None:
+        return x, call(rms_norm_kernel(size, eps), "rms_norm", [x, weight], new(x.shape))
+    return call_inplace(add_rms_norm_kernel(size, eps), "add_rms_norm", [x, delta, weight], 0, new(x.shape))
