@@ -1,4 +1,6 @@
-"""A model runner without a model, for tests: its logits depend on every K/V row of the sequence, as a real one's do.
+"""A model runner without a model, and its tokenizer, for tests.
+
+The logits depend on every K/V row of the sequence, as a real model's do.
 
 Each layer hashes its input and position into one K and one V row in the pool, then "attends": it reads the rows of all
 positions so far back from the pool and mixes each with its position. All in integers modulo 2**64, so a row's values
@@ -134,6 +136,25 @@ class FakeRunner:
         column: Words = np.arange(self._vocab_size, dtype=np.uint64)
         words: Words = last + column
         return ((_mix(words) >> _word(48)).astype(np.float32) / 8192.0 - 4.0).astype(np.float32)
+
+
+class FakeTokenizer:
+    """Token 7 reads as "<7>": the text says which tokens it was made of."""
+
+    def __init__(self, vocab_size: int = 256, eos_token_ids: frozenset[int] = frozenset()) -> None:
+        self.vocab_size = vocab_size
+        self.eos_token_ids = eos_token_ids
+
+    def detokenizer(self) -> FakeDetokenizer:
+        return FakeDetokenizer()
+
+
+class FakeDetokenizer:
+    def put(self, token_id: int, /) -> str:
+        return f"<{token_id}>"
+
+    def flush(self) -> str:
+        return ""
 
 
 class _Pool:
