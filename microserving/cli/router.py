@@ -60,11 +60,15 @@ def parse_setting(text: str) -> tuple[str, Setting]:
 
 def run(options: argparse.Namespace) -> int:
     config = config_from(options, RouterConfig, {"program_settings": dict(options.settings)})
+    from microserving.cluster.addresses import bracketed
     from microserving.cluster.secret import check_secret
     from microserving.observability import configure_logging
+    from microserving.observability.console import Console
     from microserving.router.run import run_router
 
     configure_logging("DEBUG" if options.verbose else "INFO")
     check_secret("router", config.serving_bind, config.cluster_secret_file)
-    run_router(config)
+    console = Console(verbose=options.verbose)
+    host = bracketed(config.serving_bind)
+    run_router(config, on_ready=lambda port: console.line(f"router ready at http://{host}:{port}"))
     return 0

@@ -150,12 +150,12 @@ def describe(config: ClusterConfig, topology: Topology) -> list[str]:
     return lines
 
 
-def _describe(settings: BaseModel, prefix: str, in_file: set[str]) -> list[str]:
-    """origin: the file, chosen by the plan, or the default."""
+def _describe(settings: BaseModel, prefix: str, given: set[str]) -> list[str]:
+    """origin: given (by the file or a flag), chosen by the plan, or the default."""
     lines = []
     for field in type(settings).model_fields:
         value = getattr(settings, field)
         chosen = "chosen" if field in settings.model_fields_set else "default"
         shown = str(value) if isinstance(value, Path) else value
-        lines.append(f"{prefix}.{field} = {shown!r} ({'file' if field in in_file else chosen})")
+        lines.append(f"{prefix}.{field} = {shown!r} ({'given' if field in given else chosen})")
     return lines

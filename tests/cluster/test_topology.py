@@ -114,7 +114,7 @@ def test_threads_asked_for_are_kept_when_there_are_fewer_cores() -> None:
 def test_the_effective_configuration_names_the_origin_of_every_value() -> None:
     data = {"engine": {"chunk_size_tokens": 64}, "nodes": [{"id": "a"}], "router": {"address": "127.0.0.1:0"}}
     lines = describe(parse_cluster_config(data, "x"), planned(data))
-    assert "nodes.a.chunk_size_tokens = 64 (file)" in lines
+    assert "nodes.a.chunk_size_tokens = 64 (given)" in lines
     assert "nodes.a.max_batch_size = 32 (default)" in lines
     assert "nodes.a.threads = 2 (chosen)" in lines
     assert "router.probe_misses = 3 (default)" in lines
