@@ -135,13 +135,15 @@ class HeldEngine(EngineClient):
     async def _generate(self, request: Request, begin: int) -> AsyncGenerator[GenerationChunk, None]:
         async with self._holding(request, "generation"):
             chunks = self._inner.start_generate(request, begin=begin)
+            finished = False
             try:
                 async for chunk in chunks:
-                    if chunk.finish_reason is not None:
-                        self._holdings.drop(self._inner, request, "reservation", "generation")
+                    finished = chunk.finish_reason is not None
                     yield chunk
             finally:
                 await close(chunks)
+        if finished:
+            self._holdings.drop(self._inner, request, "reservation", "generation")
 
     @asynccontextmanager
     async def _holding(self, request: Request, kind: Kind) -> AsyncIterator[None]:
