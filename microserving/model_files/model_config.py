@@ -128,13 +128,7 @@ def config_from_gguf(
     num_heads = metadata.uint(f"{architecture}.attention.head_count")
     hidden = metadata.uint(f"{architecture}.embedding_length")
     head_dim = metadata.uint(f"{architecture}.attention.key_length", hidden // max(num_heads, 1))
-    for key in ("attention.value_length", "rope.dimension_count"):
-        value = metadata.uint(f"{architecture}.{key}", head_dim)
-        if value != head_dim:
-            raise ModelLoadError(
-                f"{architecture}.{key} is {value}, not the head size {head_dim}: not supported"
-            )
-    return ModelConfig(
+    config = ModelConfig(
         architecture=architecture,
         num_layers=metadata.uint(f"{architecture}.block_count"),
         hidden_size=hidden,
@@ -151,6 +145,13 @@ def config_from_gguf(
         qk_norm=False,
         name=metadata.string("general.name", fallback_name),
     )
+    for key in ("attention.value_length", "rope.dimension_count"):
+        value = metadata.uint(f"{architecture}.{key}", head_dim)
+        if value != head_dim:
+            raise ModelLoadError(
+                f"{architecture}.{key} is {value}, not the head size {head_dim}: not supported"
+            )
+    return config
 
 
 def _refuse_gguf_variants(metadata: GGUFMetadata, architecture: str) -> None:

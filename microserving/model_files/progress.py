@@ -43,5 +43,5 @@ class ProgressBar:
             end = "\n" if done >= total else ""
             self._stream.write(f"\r{what} [{'#' * filled}{'.' * (_WIDTH - filled)}] {counts}{end}")
         else:
-            self._stream.write(f"{what}: {fraction:.0%} ({counts})\n")
+            self._stream.write(f"{what}: {int(fraction * 100)}% ({counts})\n")
         self._stream.flush()
