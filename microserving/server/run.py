@@ -43,7 +43,7 @@ def run_engine(config: EngineConfig, *, progress: Progress | None = None) -> Non
 def open_parts(config: EngineConfig, transport: Transport, progress: Progress) -> EngineParts:
     """Find, load and compile what ``config`` names. Takes seconds to minutes. Raises StartupError."""
     secret = read_secret(config.cluster_secret_file)
-    model = open_model(config.model, config.cache_dir, progress)
+    model = open_model(config.model, config.cache_dir, _fractions(progress))
     layout = kv_layout(model.config, config)
     total_pages = config.kv_cache_bytes // layout.bytes_per_page
     if total_pages < 1:
@@ -89,6 +89,11 @@ def read_secret(path: Path | None) -> bytes | None:
         return path.read_bytes().strip()
     except OSError as error:
         raise ConfigError(f"cannot read the cluster secret file {path}: {error.strerror}") from None
+
+
+def _fractions(progress: Progress) -> Callable[[str, int, int], None]:
+    """``progress`` for those who report (stage, done, total)."""
+    return lambda stage, done, total: progress(stage, done / total if total > 0 else 0.0)
 
 
 def _silent(_stage: str, _fraction: float) -> None:
