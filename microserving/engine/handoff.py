@@ -169,7 +169,7 @@ class HandoffSender:
         for task in running:
             task.cancel()
         await asyncio.gather(*running, return_exceptions=True)
-        self._threads.shutdown()
+        self._threads.shutdown(wait=False)  # idle by now
 
     def _checked(self, prompt: Sequence[int], wanted: SendRange, kv_addr_info: str) -> KVDescriptor:
         if not 0 <= wanted.end <= len(prompt):

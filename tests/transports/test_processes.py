@@ -263,3 +263,25 @@ def test_a_receiver_without_file_descriptors_refuses_and_recovers(world: World, 
     late = world.transport().connect("d0", "e1", TIMEOUT_S)
     late.begin(lease(2), TIMEOUT_S)
     receiver.expect("begin 2")
+
+
+def test_closing_ends_a_connect_that_waits_for_a_stopped_receiver(world: World, peers: Peers) -> None:
+    receiver = peers.receiver()
+    sender = world.transport()
+    receiver.stop()
+    raised: list[Exception] = []
+
+    def connect() -> None:
+        try:
+            sender.connect("d0", "e1", 60)
+        except TransferFailed as error:
+            raised.append(error)
+
+    connecting = threading.Thread(target=connect)
+    connecting.start()
+    while not sender._opening and connecting.is_alive():  # type: ignore[attr-defined]
+        time.sleep(0.001)
+    sender.close()
+    connecting.join(2)
+    assert not connecting.is_alive()
+    assert len(raised) == 1

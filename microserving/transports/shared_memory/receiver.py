@@ -171,7 +171,7 @@ class Receiver:
             if begun is None:
                 return False
             arrived = self._observer.end_write(begun, frame.flag)
-            return arrived or not frame.flag
+            return bool(arrived) or not frame.flag
         raise FrameError("a writer does not reply")
 
     def _reply(self, writer: _Writer, data: bytes) -> None:

@@ -52,8 +52,9 @@ class SharedMemoryTransport(Transport):
         self._memory: npt.NDArray[np.uint8] | None = None
         self._receiver: Receiver | None = None
         self._socket_name: str | None = None
-        self._lock = threading.Lock()  # guards the two fields below
+        self._lock = threading.Lock()  # guards the three fields below
         self._links: dict[str, SharedMemoryConnection] = {}  # by engine id: the newest epoch only
+        self._opening: set[socket.socket] = set()  # a thread waits for the receiver's hello
         self._closed = False
 
     def allocate(self, nbytes: int) -> npt.NDArray[np.uint8]:
@@ -97,6 +98,9 @@ class SharedMemoryTransport(Transport):
                 return
             self._closed = True
             links = list(self._links.values())
+            for opening in self._opening:
+                with suppress(OSError):
+                    opening.shutdown(socket.SHUT_RDWR)
         self._unlink_socket()
         for link in links:
             link.close()
@@ -118,6 +122,7 @@ class SharedMemoryTransport(Transport):
             raise TransferFailed(f"engine {engine_id} cannot be reached through shared memory") from None
         peer: Peer | None = None
         try:
+            self._note_opening(link)
             peer = self._identify(link)
             if peer.uid != os.getuid():
                 raise TransferFailed(f"the KV pool of engine {engine_id} belongs to another user")
@@ -130,6 +135,15 @@ class SharedMemoryTransport(Transport):
             if isinstance(error, OSError):
                 raise TransferFailed(f"engine {engine_id} hung up or is silent") from None
             raise
+        finally:
+            with self._lock:
+                self._opening.discard(link)
+
+    def _note_opening(self, link: socket.socket) -> None:
+        with self._lock:
+            if self._closed:
+                raise TransferFailed("this engine is stopping")
+            self._opening.add(link)
 
     def _receive_pool(self, link: socket.socket, engine_id: str, epoch: str) -> RemotePool:
         """The pool that the receiver shows us. Raises TransferFailed, OSError."""
