@@ -1,0 +1,199 @@
+"""The programs that users copy: what they call, and that nothing is left whenever a request ends."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+from contextlib import aclosing
+
+import pytest
+
+from microserving.errors import (
+    EngineUnavailable,
+    InvalidRequest,
+    KVExhausted,
+    MicroservingError,
+    NoEngine,
+    TransferFailed,
+)
+from microserving.program.testing import Call, FakeCluster, collect
+
+from .hosting import Hosted, generation
+
+PROGRAMS = ["round_robin", "prefill_decode", "balanced_prefill_decode"]
+VERBS = ["prep_recv", "remote_send", "start_generate"]
+
+
+def test_round_robin_takes_turns() -> None:
+    async def scenario() -> None:
+        hosted = Hosted("round_robin", FakeCluster(prefill=1, decode=2))
+        for number in range(6):
+            await collect(hosted.host.generate(generation(request_id=f"r{number}")))
+        counts = {engine_id: len(engine.calls) for engine_id, engine in hosted.cluster.engines.items()}
+        assert counts == {"prefill-0": 2, "decode-0": 2, "decode-1": 2}
+        assert hosted.cluster["decode-0"].calls == [
+            Call("start_generate", "r1", 0, 20),
+            Call("start_generate", "r4", 0, 20),
+        ]
+        await hosted.settle()
+
+    asyncio.run(scenario())
+
+
+@pytest.mark.parametrize(
+    ("program", "settings", "end"),
+    [
+        ("prefill_decode", {}, 19),
+        ("balanced_prefill_decode", {"pd_balance_factor": 0.0}, 19),
+        ("balanced_prefill_decode", {}, 18),
+        ("balanced_prefill_decode", {"pd_balance_factor": 0.5}, 10),
+    ],
+)
+def test_the_prompt_is_split(program: str, settings: dict[str, object], end: int) -> None:
+    async def scenario() -> None:
+        hosted = Hosted(program, **settings)
+        chunks = await collect(hosted.host.generate(generation(20)))
+        assert "".join(chunk.text for chunk in chunks) == "Hello world"
+        assert hosted.cluster["decode-0"].calls == [
+            Call("prep_recv", "r", 0, end),
+            Call("start_generate", "r", end, 20),
+        ]
+        assert hosted.cluster["prefill-0"].calls == [Call("remote_send", "r", 0, end)]
+        await hosted.settle()
+
+    asyncio.run(scenario())
+
+
+@pytest.mark.parametrize(
+    ("program", "settings", "length", "matched"),
+    [
+        pytest.param("balanced_prefill_decode", {"pd_balance_factor": 1.0}, 20, 0, id="factor 1"),
+        pytest.param("balanced_prefill_decode", {"pd_balance_factor": 1 - 1e-9}, 20, 0, id="nearly 1"),
+        pytest.param("prefill_decode", {}, 1, 0, id="one token", marks=pytest.mark.case("PD-26")),
+        pytest.param("prefill_decode", {}, 20, 20, id="all matched", marks=pytest.mark.case("PD-28")),
+        pytest.param(
+            "balanced_prefill_decode",
+            {"pd_balance_factor": 0.9},
+            20,
+            20,
+            id="matched beyond the split",
+            marks=pytest.mark.case("PD-29"),
+        ),
+    ],
+)
+def test_nothing_is_sent(program: str, settings: dict[str, object], length: int, matched: int) -> None:
+    async def scenario() -> None:
+        hosted = Hosted(program, **settings)
+        hosted.cluster["decode-0"].matched = matched
+        chunks = await collect(hosted.host.generate(generation(length)))
+        assert chunks[-1].finish_reason == "stop"
+        assert hosted.cluster["prefill-0"].calls == []
+        await hosted.settle()
+
+    asyncio.run(scenario())
+
+
+@pytest.mark.parametrize("program", PROGRAMS)
+@pytest.mark.case("PD-01")
+def test_cancelled_at_every_await(program: str) -> None:
+    """The client leaves after any number of steps: everything is freed, and the counters are zero."""
+
+    async def cancelled_after(steps: int) -> bool:
+        hosted = Hosted(program)
+        task = asyncio.ensure_future(collect(hosted.host.generate(generation())))
+        for _ in range(steps):
+            await asyncio.sleep(0)
+        done = task.done()
+        task.cancel()
+        await asyncio.wait([task])
+        await hosted.settle()
+        return done
+
+    async def scenario() -> None:
+        steps = 0
+        while not await cancelled_after(steps):
+            steps += 1
+        assert steps >= (4 if program == "round_robin" else 8)
+
+    asyncio.run(scenario())
+
+
+@pytest.mark.parametrize("program", PROGRAMS)
+@pytest.mark.parametrize("chunks_read", [0, 1, 2])
+@pytest.mark.case("RT-04")
+def test_closed_after_some_chunks(program: str, chunks_read: int) -> None:
+    async def scenario() -> None:
+        hosted = Hosted(program)
+        async with aclosing(hosted.host.generate(generation())) as chunks:  # type: ignore[type-var]
+            for _ in range(chunks_read):
+                await anext(chunks)
+        await hosted.settle()
+
+    asyncio.run(scenario())
+
+
+@pytest.mark.parametrize("program", PROGRAMS)
+@pytest.mark.parametrize("verb", VERBS)
+@pytest.mark.parametrize("error", [EngineUnavailable, TransferFailed, KVExhausted, InvalidRequest])
+@pytest.mark.case("PD-05")
+def test_every_failure_frees_everything(program: str, verb: str, error: type[MicroservingError]) -> None:
+    """The error reaches the front as it is; what was reserved before is aborted."""
+
+    async def scenario() -> None:
+        hosted = Hosted(program)
+        for engine in hosted.cluster.engines.values():
+            engine.failures[verb] = error("told to fail")
+        if program == "round_robin" and verb != "start_generate":
+            await collect(hosted.host.generate(generation()))
+        else:
+            with pytest.raises(error, match="told to fail"):
+                await collect(hosted.host.generate(generation()))
+        await hosted.settle()
+
+    asyncio.run(scenario())
+
+
+@pytest.mark.parametrize("program", PROGRAMS)
+@pytest.mark.case("RT-04")
+def test_a_storm_of_early_ends_leaves_an_even_split(program: str) -> None:
+    """300 requests, each cancelled after another number of steps, then 40 whole ones: shared evenly."""
+
+    async def scenario() -> None:
+        hosted = Hosted(program, FakeCluster(prefill=2, decode=2))
+
+        async def one(number: int) -> None:
+            task = asyncio.ensure_future(collect(hosted.host.generate(generation(request_id=f"r{number}"))))
+            for _ in range(number % 13):
+                await asyncio.sleep(0)
+            task.cancel()
+            await asyncio.wait([task])
+
+        await asyncio.gather(*map(one, range(300)))
+        await hosted.settle()
+        for engine in hosted.cluster.engines.values():
+            engine.calls.clear()
+        for number in range(40):
+            await collect(hosted.host.generate(generation(request_id=f"s{number}")))
+        decodes = Counter(engine_id for engine_id, verb in hosted.cluster.calls if verb == "start_generate")
+        share = 10 if program == "round_robin" else 20
+        assert set(decodes.values()) == {share}
+        await hosted.settle()
+
+    asyncio.run(scenario())
+
+
+@pytest.mark.parametrize("program", ["prefill_decode", "balanced_prefill_decode"])
+def test_a_missing_role_is_looked_for_once(program: str) -> None:
+    async def scenario() -> None:
+        hosted = Hosted(program)
+        hosted.cluster["prefill-0"].up = False
+        with pytest.raises(NoEngine, match="no prefill engine is reachable"):
+            await collect(hosted.host.generate(generation()))
+        assert hosted.served.refreshes == 1
+        hosted.served.returning = ["prefill-0"]
+        chunks = await collect(hosted.host.generate(generation()))
+        assert chunks[-1].finish_reason == "stop"
+        assert hosted.served.refreshes == 2
+        await hosted.settle()
+
+    asyncio.run(scenario())
