@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -14,6 +15,7 @@ from pathlib import Path
 import pytest
 
 from microserving.errors import LeaseError, TransferFailed
+from microserving.transports.shared_memory import SharedMemoryTransport, sockets
 
 from .conformance_harness import PAGE_BYTES, PAGES, TIMEOUT_S, RecordingObserver, World, lease
 
@@ -267,7 +269,13 @@ def test_a_receiver_without_file_descriptors_refuses_and_recovers(world: World, 
 
 def test_closing_ends_a_connect_that_waits_for_a_stopped_receiver(world: World, peers: Peers) -> None:
     receiver = peers.receiver()
-    sender = world.transport()
+    under_way = threading.Event()
+
+    def identify(link: socket.socket) -> sockets.Peer:
+        under_way.set()
+        return sockets.identify(link)
+
+    sender = SharedMemoryTransport(runtime_dir=world.runtime_dir, identify=identify)
     receiver.stop()
     raised: list[Exception] = []
 
@@ -279,8 +287,7 @@ def test_closing_ends_a_connect_that_waits_for_a_stopped_receiver(world: World, 
 
     connecting = threading.Thread(target=connect)
     connecting.start()
-    while not sender._opening and connecting.is_alive():  # type: ignore[attr-defined]
-        time.sleep(0.001)
+    assert under_way.wait(TIMEOUT_S)
     sender.close()
     connecting.join(2)
     assert not connecting.is_alive()
