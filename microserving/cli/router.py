@@ -6,6 +6,7 @@ import argparse
 import json
 
 from microserving.cli.flags import add_config_flags, config_from
+from microserving.cli.logs import start_logging
 from microserving.router.config import RouterConfig, Setting
 
 HELP_TEXTS = {
@@ -62,11 +63,10 @@ def run(options: argparse.Namespace) -> int:
     config = config_from(options, RouterConfig, {"program_settings": dict(options.settings)})
     from microserving.cluster.addresses import bracketed
     from microserving.cluster.secret import check_secret
-    from microserving.observability import configure_logging
     from microserving.observability.console import Console
     from microserving.router.run import run_router
 
-    configure_logging("DEBUG" if options.verbose else "INFO")
+    start_logging(options.verbose)
     check_secret("router", config.serving_bind, config.cluster_secret_file)
     console = Console(verbose=options.verbose)
     host = bracketed(config.serving_bind)

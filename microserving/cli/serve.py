@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 
 from microserving.cli.flags import add_config_flags, config_from
+from microserving.cli.logs import start_logging
 from microserving.engine.config import EngineConfig
 
 HELP_TEXTS = {
@@ -44,11 +45,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(options: argparse.Namespace) -> int:
     config = config_from(options, EngineConfig)
     from microserving.cluster.secret import check_secret
-    from microserving.observability import configure_logging
     from microserving.observability.console import Console
     from microserving.server.run import run_engine
 
-    configure_logging("DEBUG" if options.verbose else "INFO")
+    start_logging(options.verbose)
     check_secret(config.node_role, config.serving_bind, config.cluster_secret_file)
     run_engine(config, progress=Console(verbose=options.verbose).progress)
     return 0

@@ -77,7 +77,8 @@ def run(options: argparse.Namespace) -> int:
         start_timeout_s=options.start_timeout,
         dry_run=options.dry_run,
     )
-    return run_cluster(effective_config(options), launch, Console(verbose=options.verbose))
+    console = Console(verbose=options.verbose, plain_step=0.25)
+    return run_cluster(effective_config(options), launch, console)
 
 
 def effective_config(options: argparse.Namespace) -> ClusterConfig:

@@ -18,7 +18,6 @@ ProgressReporter = Callable[[str, float], None]
 
 _PROGRESS = re.compile(r"^\[progress\] (?P<stage>.+) (?P<percent>\d{1,3})%$")
 _BAR_WIDTH = 30
-_PLAIN_STEP = 0.1
 _REDRAW_S = 0.1
 
 
@@ -33,12 +32,17 @@ def parse_progress(line: str) -> tuple[str, float] | None:
 class Console:
     """Writes whole lines; safe to use from several threads. A stream that is gone is ignored."""
 
-    def __init__(self, stream: TextIO | None = None, *, verbose: bool = False) -> None:
+    def __init__(
+        self, stream: TextIO | None = None, *, verbose: bool = False, plain_step: float = 0.05
+    ) -> None:
+        """plain_step: how much of a stage must pass until the next line, where there is no terminal."""
         self._stream = sys.stderr if stream is None else stream
         self._tty = self._stream.isatty()
         self._lock = threading.Lock()
         self._drawn = False
-        self._last: tuple[str, float, float] = ("", -1.0, 0.0)
+        self._plain_step = plain_step
+        self._last: dict[str, float] = {}
+        self._drawn_at = 0.0
         self.verbose = verbose
 
     def line(self, text: str = "") -> None:
@@ -58,7 +62,7 @@ class Console:
         with self._lock:
             if not self._is_news(stage, fraction):
                 return
-            self._last = (stage, fraction, time.monotonic())
+            self._last[stage] = fraction
             if self._tty:
                 self._draw_bar(stage, fraction)
             else:
@@ -69,18 +73,19 @@ class Console:
         return lambda stage, fraction: self.progress(f"{prefix}: {stage}", fraction)
 
     def _is_news(self, stage: str, fraction: float) -> bool:
-        last_stage, last_fraction, last_time = self._last
-        if stage != last_stage or (fraction >= 1.0 > last_fraction):
+        last = self._last.get(stage, -1.0)
+        if last < 0 or fraction < last or (fraction >= 1.0 > last):
             return True
         if self._tty:
-            return fraction != last_fraction and time.monotonic() - last_time >= _REDRAW_S
-        return fraction - last_fraction >= _PLAIN_STEP - 1e-9
+            return fraction != last and time.monotonic() - self._drawn_at >= _REDRAW_S
+        return fraction - last >= self._plain_step - 1e-9
 
     def _draw_bar(self, stage: str, fraction: float) -> None:
         filled = int(fraction * _BAR_WIDTH)
         bar = "#" * filled + "." * (_BAR_WIDTH - filled)
         self._write(f"\r\x1b[K[{bar}] {int(fraction * 100):3d}% {stage}")
         self._drawn = True
+        self._drawn_at = time.monotonic()
         if fraction >= 1.0:
             self._end_bar()
 

@@ -14,7 +14,7 @@ class Terminal(io.StringIO):
 
 def test_plain_progress_is_a_line_every_tenth_and_parses_back() -> None:
     stream = io.StringIO()
-    console = Console(stream)
+    console = Console(stream, plain_step=0.1)
     for hundredth in range(101):
         console.progress("fetching x", hundredth / 100)
     lines = stream.getvalue().splitlines()
@@ -28,6 +28,24 @@ def test_every_stage_begins_a_line() -> None:
     report("reading", 0.05)
     report("compiling", 0.06)
     assert stream.getvalue() == "[progress] prefill-0: reading 5%\n[progress] prefill-0: compiling 6%\n"
+
+
+def test_stages_that_run_side_by_side_are_counted_apart() -> None:
+    stream = io.StringIO()
+    console = Console(stream, plain_step=0.5)
+    for fraction in (0.0, 0.25, 0.5, 1.0):
+        console.progress("a", fraction)
+        console.progress("b", fraction)
+    wanted = [(stage, fraction) for fraction in (0.0, 0.5, 1.0) for stage in "ab"]
+    assert [parse_progress(line) for line in stream.getvalue().splitlines()] == wanted
+
+
+def test_a_stage_that_starts_again_is_shown_again() -> None:
+    stream = io.StringIO()
+    console = Console(stream)
+    for fraction in (1.0, 0.0, 1.0):
+        console.progress("a", fraction)
+    assert stream.getvalue() == "[progress] a 100%\n[progress] a 0%\n[progress] a 100%\n"
 
 
 def test_on_a_terminal_a_bar_is_redrawn_and_ended_by_the_next_line() -> None:
