@@ -54,11 +54,11 @@ class LeaseObserver(Protocol):
     def begin_write(self, lease: Lease) -> bool:
         """A writer wants to start. True = granted; the pages are the writer's until ``end_write``."""
 
-    def end_write(self, lease: Lease, ok: bool) -> bool:
+    def end_write(self, lease: Lease, ok: bool) -> bool | None:
         """The writer stopped. ok: every byte is in place. Also called (ok=False) when a writer vanished. Idempotent.
 
-        True = the bytes count as arrived. False when not ok, or when the lease had ended meanwhile (abort, expiry):
-        the writer's ``finish`` then raises LeaseError.
+        False = the lease had ended meanwhile (abort, expiry): the writer's ``finish(ok=True)`` then raises LeaseError.
+        Anything else = the bytes, if ok, count as arrived.
         """
 
 

@@ -170,8 +170,7 @@ class Receiver:
             begun = writer.leases.pop(frame.lease_id, None)
             if begun is None:
                 return False
-            arrived = self._observer.end_write(begun, frame.flag)
-            return bool(arrived) or not frame.flag
+            return self._observer.end_write(begun, frame.flag) is not False or not frame.flag
         raise FrameError("a writer does not reply")
 
     def _reply(self, writer: _Writer, data: bytes) -> None:
