@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Literal, get_args
 
 from tvm import tirx
-from tvm.tirx import Expr
+from tvm.tirx import Expr as Expr
 
 from microserving.errors import ConfigError
 

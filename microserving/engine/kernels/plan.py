@@ -120,6 +120,8 @@ def plan_prefill(
 ) -> PrefillPlan:
     """Chunk i: counts[i] rows of q from rows[i] on, at positions from starts[i] on, of page table row sequences[i]."""
     sequence, row, start, count = (np.asarray(x, np.int32) for x in (sequences, rows, starts, counts))
+    if not len(sequence):
+        return PrefillPlan(*_no_tasks(threads))
     tile = shape.query_tile
     chunk, index = _expand(-(-count // tile))
     first = index * tile
@@ -135,6 +137,9 @@ def plan_decode(
 ) -> DecodePlan:
     """Row i: rows[i] of q at position positions[i], which sees the keys 0 .. positions[i] of page table row sequences[i]."""
     sequence, row, position = (np.asarray(x, np.int32) for x in (sequences, rows, positions))
+    if not len(sequence):
+        workspace = (1, shape.group, shape.state_width)
+        return DecodePlan(*_no_tasks(threads), np.empty((0, 4), np.int32), workspace)
     heads = shape.kv_heads
     spans = position // KEY_SPAN + 1
     kept = np.repeat(np.where(spans > 1, spans, 0), heads)  # workspace slots of each (row, head)
@@ -153,6 +158,11 @@ def plan_decode(
     merges[:, 3] = np.repeat(spans[several], heads)
     workspace = (max(1, int(kept.sum())), shape.group, shape.state_width)
     return DecodePlan(*_balance(tasks, costs, threads), merges, workspace)
+
+
+def _no_tasks(threads: int) -> tuple[Int32Array, Int32Array]:
+    """An empty list for each thread: most steps have only prefills or only decodes."""
+    return np.empty((0, TASK_FIELDS), np.int32), np.zeros(threads + 1, np.int32)
 
 
 def _expand(parts: Int32Array) -> tuple[npt.NDArray[np.intp], Int32Array]:
