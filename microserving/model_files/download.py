@@ -28,12 +28,14 @@ _POLL_S = 0.2
 _STOP_TIMEOUT_S = 5.0
 _PIP_CHARS = 200
 
-# pip in a process that ends with ours, whatever ends ours: PR_SET_PDEATHSIG is 1, SIGTERM 15.
+# pip in a process that ends with ours (argument 1), whatever ends ours: PR_SET_PDEATHSIG is 1, SIGTERM 15.
 _PIP = """
-import ctypes, runpy, sys
+import ctypes, os, runpy, sys
 if sys.platform == "linux":
     ctypes.CDLL(None).prctl(1, 15)
-sys.argv[0] = "pip"
+if os.getppid() != int(sys.argv[1]):
+    sys.exit("the fetching process is gone")
+sys.argv[:2] = ["pip"]
 runpy.run_module("pip", run_name="__main__", alter_sys=True)
 """
 

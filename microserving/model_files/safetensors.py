@@ -6,6 +6,7 @@ and q/k rows are in NeoX order. Format: https://github.com/huggingface/safetenso
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
@@ -24,6 +25,7 @@ MAX_HEADER_BYTES = 32 * 2**20
 
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
+_SHARD_NAME = re.compile(r"[^/\\\0]*\.safetensors")
 
 _KINDS: dict[str, WeightKind] = {"F32": "f32", "F16": "f16", "BF16": "bf16"}
 
@@ -191,6 +193,6 @@ def _weight_map(index: Mapping[str, Any]) -> dict[str, str]:
             f"{INDEX_FILE}: 'weight_map' must be an object that names a shard for every tensor"
         )
     for shard in weight_map.values():
-        if not isinstance(shard, str) or Path(shard).name != shard or "\\" in shard or "\0" in shard:
+        if not isinstance(shard, str) or not _SHARD_NAME.fullmatch(shard):
             raise ModelLoadError(f"{INDEX_FILE}: {shard!r} is not a file name inside the directory")
     return weight_map
