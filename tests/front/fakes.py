@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import socket
 import threading
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -13,6 +12,7 @@ import httpx
 import uvicorn
 from starlette.types import ASGIApp
 
+from microserving.front import bind_listener
 from microserving.front.backend import ServedModel
 from microserving.protocol.generation import FinishReason, GenerationChunk, GenerationRequest
 from microserving.protocol.sse import SSEParser
@@ -103,7 +103,8 @@ def events(response: httpx.Response) -> list[str]:
 @contextmanager
 def live(app: ASGIApp, **options: Any) -> Iterator[int]:
     """``app`` on a real port of the loopback interface, served by another thread. Yields the port."""
-    listener = socket.create_server(("127.0.0.1", 0))
+    listener = bind_listener("127.0.0.1", 0)
+    listener.listen()
     config = uvicorn.Config(app, log_config=None, lifespan="off", timeout_graceful_shutdown=2, **options)
     server = uvicorn.Server(config)
     thread = threading.Thread(target=lambda: asyncio.run(server.serve(sockets=[listener])))

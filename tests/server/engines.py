@@ -16,6 +16,7 @@ import uvicorn
 
 from microserving.engine.config import EngineConfig
 from microserving.engine.fake_runner import TINY_LAYOUT, FakeRunner
+from microserving.front import bind_listener
 from microserving.front.http_protocol import BoundedHeadProtocol
 from microserving.server.node import EngineNode, EngineParts
 from microserving.tokenizer import Tokenizer
@@ -103,7 +104,9 @@ class Running:
 def engines(*nodes: tuple[EngineNode, FakeRunner]) -> Iterator[list[Running]]:
     """Serve ``nodes`` until the end of the context; all live in one loop on another thread."""
     with ExitStack() as stack:
-        listeners = [stack.enter_context(socket.create_server(("127.0.0.1", 0))) for _ in nodes]
+        listeners = [stack.enter_context(bind_listener("127.0.0.1", 0)) for _ in nodes]
+        for listener in listeners:
+            listener.listen()
         servers = [_server(node) for node, _ in nodes]
         thread = threading.Thread(
             target=lambda: asyncio.run(_serve([node for node, _ in nodes], servers, listeners))

@@ -157,10 +157,8 @@ def test_a_huge_head_is_refused() -> None:
                     client.sendall(b"y" * 10_000)
         assert engine.http.get("/health").status_code == 200
         # Many requests on one connection do not add up.
-        with socket.create_connection(("127.0.0.1", engine.port)) as client:
-            for _ in range(20):
-                client.sendall(b"GET /health HTTP/1.1\r\nhost: x\r\nx: " + b"y" * 5000 + b"\r\n\r\n")
-                assert client.recv(10_000).startswith(b"HTTP/1.1 200")
+        for _ in range(20):
+            assert engine.http.get("/health", headers={"x": "y" * 5000}).status_code == 200
 
 
 def test_eight_clients_with_one_request_id_header() -> None:

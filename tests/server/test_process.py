@@ -1,0 +1,87 @@
+"""A whole process: it stops on a signal, in time, with status 0; a busy port is found before the model is opened."""
+
+from __future__ import annotations
+
+import contextlib
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import httpx
+import pytest
+
+from microserving.engine.config import EngineConfig
+from microserving.errors import ConfigError, StartupError
+from microserving.front import bind_listener
+from microserving.server.run import read_secret, run_engine
+
+SCRIPT = Path(__file__).with_name("engine_process.py")
+
+
+@contextlib.contextmanager
+def process() -> Iterator[tuple[subprocess.Popen[str], httpx.Client]]:
+    with subprocess.Popen([sys.executable, str(SCRIPT)], stdout=subprocess.PIPE, text=True) as child:
+        try:
+            assert child.stdout is not None
+            port = int(child.stdout.readline())
+            transport = httpx.HTTPTransport(retries=20)  # the port is bound; it refuses until it is served
+            with httpx.Client(base_url=f"http://127.0.0.1:{port}", transport=transport, timeout=20) as client:
+                yield child, client
+        finally:
+            child.kill()
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_ends_streams_with_an_error_event_and_the_process_with_0(number: signal.Signals) -> None:
+    with process() as (child, client):
+        body = {"prompt": "a", "max_tokens": 700, "stream": True}
+        with client.stream("POST", "/v1/completions", json=body) as response:
+            pieces = response.iter_raw()
+            first = next(pieces)
+            assert first.startswith(b"data: {")
+            told = time.monotonic()
+            child.send_signal(number)
+            text = b"".join(pieces)
+        assert text.count(b'"error"') == 1
+        assert b"[DONE]" not in text
+        assert child.wait(timeout=10) == 0
+        assert time.monotonic() - told < 3
+        assert child.stdout is not None
+        assert child.stdout.read() == "ended ['MainThread']\n"
+        with pytest.raises(httpx.ConnectError):
+            httpx.get(client.base_url)
+
+
+def test_an_idle_process_stops_while_a_client_keeps_its_connection() -> None:
+    with process() as (child, client):
+        assert client.get("/ready").status_code == 200
+        child.terminate()
+        assert child.wait(timeout=3) == 0
+
+
+def test_a_busy_port_is_found_before_the_model_is_opened() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        config = EngineConfig(model="/does/not/exist", port=port)
+        with pytest.raises(StartupError, match=rf"cannot listen on 127\.0\.0\.1 port {port}") as caught:
+            run_engine(config)
+        assert "\n" not in caught.value.message
+
+
+def test_an_address_that_is_not_ours() -> None:
+    for host in ("192.0.2.1", "no.such.host.invalid"):
+        with pytest.raises(StartupError, match="cannot listen"):
+            bind_listener(host, 0)
+
+
+def test_secrets(tmp_path: Path) -> None:
+    file = tmp_path / "secret"
+    file.write_text("  0123456789abcdef\n")
+    assert read_secret(file) == b"0123456789abcdef"
+    assert read_secret(None) is None
+    with pytest.raises(ConfigError, match="cannot read"):
+        read_secret(tmp_path / "none")
