@@ -46,6 +46,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="a setting of the program, as in --set pd_balance_factor=0.1; may be given several times",
     )
 
+    parser.add_argument(
+        "--check", action="store_true", help="only check the program and its settings, then end"
+    )
+
 
 def parse_setting(text: str) -> tuple[str, Setting]:
     """``key=value``; a value that is a JSON number, true, false or "text" is read as that, else it is text as it is."""
@@ -61,6 +65,11 @@ def parse_setting(text: str) -> tuple[str, Setting]:
 
 def run(options: argparse.Namespace) -> int:
     config = config_from(options, RouterConfig, {"program_settings": dict(options.settings)})
+    if options.check:
+        from microserving.router.program_loader import load_program
+
+        load_program(config.program, config.program_settings)
+        return 0
     from microserving.cluster.addresses import bracketed
     from microserving.cluster.secret import check_secret
     from microserving.observability.console import Console

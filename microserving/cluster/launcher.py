@@ -47,6 +47,9 @@ class Commands:
         cache = () if cache_dir is None else (f"--cache-dir={cache_dir}",)
         return ("-m", "microserving", "model", "fetch", *cache, "--", model)
 
+    def check_program(self, node: RouterNode) -> tuple[str, ...]:
+        return (*self.router(node), "--check")
+
     def engine(self, node: EngineNode) -> tuple[str, ...]:
         return ("-m", "microserving", "serve", *to_flags(node.config))
 
@@ -125,6 +128,9 @@ class Launcher:
         self._console.line(f"cluster {topology.name}: model {topology.model}")
         for line in describe(self._config, topology):
             self._console.detail(line)
+        if topology.router is not None:
+            check = self._commands.check_program(topology.router)
+            await supervisor.run(ProcessSpec("program", check))
         fetch = self._commands.fetch(topology.model, self._options.cache_dir)
         await supervisor.run(ProcessSpec("model", fetch, family=True))
         self._console.line("starting the engines (the first start compiles the model; later ones load it)")

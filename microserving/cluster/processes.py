@@ -119,18 +119,23 @@ class Child:
         """SIGKILL to the process and what it started."""
         self._signal(signal.SIGKILL)
 
+    @property
+    def reason(self) -> str | None:
+        """What it said itself of why it could not go on."""
+        reasons = [line for line, _ in self._tail if line.startswith(ERROR_PREFIX)]
+        return reasons[-1].removeprefix(ERROR_PREFIX) if reasons else None
+
     def describe_end(self, status: int) -> str:
         """One line: how it ended, and the reason that it gave itself."""
-        reasons = [line for line, _ in self._tail if line.startswith(ERROR_PREFIX)]
-        if reasons:
-            return f"{self.spec.name}: {reasons[-1].removeprefix(ERROR_PREFIX)}"
+        if self.reason is not None:
+            return f"{self.spec.name}: {self.reason}"
         if status < 0:
             return f"{self.spec.name} was killed by {signal.Signals(-status).name}"
         return f"{self.spec.name} ended with status {status}"
 
     def show_tail(self) -> None:
         """Write its last lines to the terminal, unless it gave a reason in one line."""
-        if any(line.startswith(ERROR_PREFIX) for line, _ in self._tail):
+        if self.reason is not None:
             return
         for line, shown in self._tail:
             if not shown:

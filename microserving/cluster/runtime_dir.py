@@ -17,7 +17,7 @@ from pathlib import Path
 
 from microserving.errors import StartupError
 
-_PREFIX = "microserving-"
+_PREFIX = "microserving-up-"
 _LOCK = "lock"
 
 

@@ -57,7 +57,7 @@ class Supervisor:
         status = await child.wait()
         if status != 0:
             child.show_tail()
-            raise StartupError(child.describe_end(status))
+            raise StartupError(child.reason or child.describe_end(status))
         del self._children[spec.name]
 
     async def start(self, specs: Sequence[ProcessSpec]) -> None:

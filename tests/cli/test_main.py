@@ -230,6 +230,16 @@ def test_verbose_may_stand_before_or_after(
     assert levels == ["DEBUG"]
 
 
+def test_router_check_names_what_is_wrong_with_a_program(run: Any, tmp_path: Path) -> None:
+    path = tmp_path / "p.py"
+    path.write_text("x = 1\ny = nowhere\n")
+    ran = run("router", "--program", str(path), "--decode-peers", "h:1", "--check")
+    assert ran.status == 1
+    assert ran.err.startswith(f"microserving: error: {path}:2: ")
+    assert "nowhere" in ran.err
+    assert run("router", "--program", "round_robin", "--decode-peers", "h:1", "--check").status == 0
+
+
 def test_version_as_a_module() -> None:
     result = subprocess.run(
         [sys.executable, "-m", "microserving", "--version"],

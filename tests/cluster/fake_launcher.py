@@ -23,6 +23,9 @@ class FakeCommands(Commands):
     def fetch(self, model: str, cache_dir: Path | None) -> tuple[str, ...]:
         return (FAKE, "model", self._modes.get("model", "done"), "0")
 
+    def check_program(self, node: RouterNode) -> tuple[str, ...]:
+        return (FAKE, "program", self._modes.get("program", "done"), "0")
+
     def engine(self, node: EngineNode) -> tuple[str, ...]:
         mode = self._modes.get(node.config.node_id, "ok")
         return (FAKE, node.config.node_id, mode, str(node.address.port))

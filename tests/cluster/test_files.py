@@ -52,13 +52,13 @@ def test_a_live_runtime_dir_is_left_alone(tmp_path: Path) -> None:
 
 
 def test_only_our_own_directories_are_removed(tmp_path: Path) -> None:
-    (tmp_path / "microserving-notes").mkdir()
-    (tmp_path / "microserving-file").touch()
-    (tmp_path / "microserving-link").symlink_to(tmp_path / "microserving-notes")
+    (tmp_path / "microserving-up-notes").mkdir()
+    (tmp_path / "microserving-up-file").touch()
+    (tmp_path / "microserving-up-link").symlink_to(tmp_path / "microserving-up-notes")
     with runtime_dir(tmp_path):
         pass
     left = sorted(path.name for path in tmp_path.iterdir())
-    assert left == ["microserving-file", "microserving-link", "microserving-notes"]
+    assert left == ["microserving-up-file", "microserving-up-link", "microserving-up-notes"]
 
 
 def test_a_base_that_is_not_there(tmp_path: Path) -> None:

@@ -143,7 +143,7 @@ def test_every_child_leads_its_own_group(launch: Launch) -> None:
     run = launch()
     run.wait_for("Ctrl-C")
     groups = re.findall(r"pid (\d+) group (\d+)", run.text)
-    assert len(groups) == 4
+    assert len(groups) == 5
     assert all(pid == group for pid, group in groups)
     assert run.stop(signal.SIGINT) == 0
     run.assert_nothing_left()
@@ -178,12 +178,12 @@ def test_a_killed_launcher_takes_its_children_along(
     run.process.kill()
     run.wait_end()
     assert all(ended(descriptor, timeout_s=10.0) for descriptor in run.pidfds.values())
-    assert list(tmp_path.glob("microserving-*")), "nobody could remove the directory"
+    assert list(tmp_path.glob("microserving-up-*")), "nobody could remove the directory"
     # The next launcher removes what the killed one left.
     (tmp_path / "ready.json").unlink(missing_ok=True)
     after = launch()
     after.wait_for("Ctrl-C")
-    assert list(tmp_path.glob("microserving-*")) == [Path(after.ready_state()["runtime_dir"])]
+    assert list(tmp_path.glob("microserving-up-*")) == [Path(after.ready_state()["runtime_dir"])]
     assert after.stop() == 0
     after.assert_nothing_left()
 
@@ -223,8 +223,16 @@ def test_a_child_that_says_why_is_quoted_in_one_line(launch: Launch) -> None:
 def test_a_failed_fetch_starts_no_engine(launch: Launch) -> None:
     run = launch({"model": "error"})
     assert run.wait_end() == 1
-    assert run.lines[-1] == "microserving: error: model: the model is broken"
-    assert list(run.pid_of) == ["model"]
+    assert run.lines[-1] == "microserving: error: the model is broken"
+    assert list(run.pid_of) == ["program", "model"]
+    run.assert_nothing_left()
+
+
+def test_a_wrong_program_is_found_before_anything_else_starts(launch: Launch) -> None:
+    run = launch({"program": "error"})
+    assert run.wait_end() == 1
+    assert run.lines[-1] == "microserving: error: the model is broken"
+    assert list(run.pid_of) == ["program"]
     run.assert_nothing_left()
 
 
