@@ -49,6 +49,7 @@ class AsyncEngine:
         self._stopping = False
         self._failed = False
         self._outbox: deque[Delivery] = deque()
+        self._crossing = False  # the loop was told and has not come yet
         self._pages_freed = 0
         self._waiters: deque[_PageWaiter] = deque()
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -181,9 +182,10 @@ class AsyncEngine:
             self._condition.notify()
 
     def _flush(self) -> None:
-        """Let the loop deliver what a step brought."""
-        if self._outbox or self._pages_freed != self._engine.pages_freed:
+        """Let the loop deliver what a step brought, unless it is about to."""
+        if not self._crossing and (self._outbox or self._pages_freed != self._engine.pages_freed):
             assert self._loop is not None
+            self._crossing = True
             self._loop.call_soon_threadsafe(self._deliver)
 
     def _post(self, delivery: Delivery) -> None:
@@ -198,6 +200,7 @@ class AsyncEngine:
     # --- the loop --------------------------------------------------------------------------------------------
 
     def _deliver(self) -> None:
+        self._crossing = False  # before the outbox is emptied: what is posted from here on crosses anew
         while self._outbox:
             self._outbox.popleft()()
         freed = self._engine.pages_freed

@@ -173,7 +173,7 @@ class Scheduler:
             return True
         if self._allocator.free == 0:
             victim = self._newest_holder()
-            if victim is None or victim.number <= sequence.number:
+            if victim is None or victim is sequence:
                 return False
             self._preempt(victim)
         self._take_pages(sequence)

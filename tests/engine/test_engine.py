@@ -375,6 +375,22 @@ def test_an_abort_at_any_step_frees_all_and_disturbs_nobody(inside: bool) -> Non
         node.assert_idle()
 
 
+def test_an_id_is_free_again_while_its_aborted_sequence_is_still_in_the_step() -> None:
+    node = Node()
+    node.submit(prompt_of(20), request_id="r")
+    again: list[Outcome] = []
+
+    def abort_and_submit(chunks: Sequence[RunnerChunk]) -> None:
+        node.runner.before_run = None
+        node.engine.abort("r")
+        again.append(node.submit(prompt_of(33), request_id="r"))
+
+    node.runner.before_run = abort_and_submit
+    node.run()
+    assert again[0].tokens == alone(prompt_of(33))
+    node.assert_idle()
+
+
 @pytest.mark.case("PD-13")
 def test_an_aborted_send_is_told_after_its_last_put() -> None:
     prefill, decode = Node(chunk_size_tokens=8), Node()
@@ -383,14 +399,15 @@ def test_an_aborted_send_is_told_after_its_last_put() -> None:
     sent = prefill.send(decode, reservation, prompt)
     prefill.engine.step()
 
+    seen: list[bool] = []
+
     def abort(chunks: Sequence[RunnerChunk]) -> None:
-        assert prefill.engine.abort("r")
-        assert not sent.ended, "its puts of this step are still to come"
-        assert not prefill.engine.abort("r")
+        seen.extend([prefill.engine.abort("r"), sent.ended, prefill.engine.abort("r")])
 
     prefill.runner.before_run = abort
     prefill.engine.step()
     prefill.runner.before_run = None
+    assert seen == [True, False, False], "it is told when the puts of this step are over"
     assert isinstance(sent.error, RequestAborted)
     prefill.assert_idle()
     assert prefill.engine.load().counters.requests_finished["abort"] == 1
