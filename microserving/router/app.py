@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import asdict
 from typing import Any
@@ -17,7 +17,6 @@ from microserving.router.engine_registry import EngineRegistry, Peer
 from microserving.router.health import HealthMonitor, ProbeSettings
 from microserving.router.program_host import ProgramHost
 from microserving.router.program_loader import load_program
-from microserving.tokenizer import Tokenizer
 
 
 class Router:
@@ -26,12 +25,7 @@ class Router:
     Raises: ProgramError when the program cannot be loaded.
     """
 
-    def __init__(
-        self,
-        config: RouterConfig,
-        *,
-        load_tokenizer: Callable[[dict[str, Any]], Tokenizer] = Tokenizer.from_dict,
-    ) -> None:
+    def __init__(self, config: RouterConfig) -> None:
         program = load_program(config.program, config.program_settings)
         timeouts = EngineTimeouts(
             config.connect_timeout_s, config.prep_recv_timeout_s, config.stage_timeout_s
@@ -39,7 +33,7 @@ class Router:
         probes = ProbeSettings(config.probe_interval_s, config.probe_timeout_s, config.probe_misses)
         self._config = config
         self._registry = EngineRegistry(config.prefill_peers, config.decode_peers, timeouts)
-        self._monitor = HealthMonitor(self._registry, probes, load_tokenizer=load_tokenizer)
+        self._monitor = HealthMonitor(self._registry, probes)
         self._host = ProgramHost(
             program,
             self._registry.cluster,

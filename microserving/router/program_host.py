@@ -79,7 +79,8 @@ class ProgramHost:
         return self._accepting and self._served.ready
 
     async def refresh(self) -> None:
-        await self._served.refresh()
+        if self._accepting:
+            await self._served.refresh()
 
     def start(self) -> None:
         """Run the program's ``plan``, if it has one."""

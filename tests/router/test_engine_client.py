@@ -318,7 +318,7 @@ def test_the_router_asks_for_itself() -> None:
         await client.fetch_load()
         assert client.id == "decode-0"
         assert (client.load.running, client.load.free_pages, client.load.decode_step_ms) == (1, 40, 2.5)
-        assert await client.fetch_tokenizer() == {"kind": "stub"}
+        assert await client.fetch_tokenizer() == engine.tokenizer
         engine.ready = False
         with pytest.raises(MicroservingError, match="not yet"):
             await client.check_ready()

@@ -1,0 +1,331 @@
+"""Which engines are up, who may join, and how the router notices, with real sockets."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Iterable
+from contextlib import AsyncExitStack
+from typing import Any, cast
+
+import pytest
+
+from microserving.errors import ConfigError, EngineUnavailable, NoEngine
+from microserving.program.testing import collect, make_request
+from microserving.router.engine_client import EngineTimeouts
+from microserving.router.engine_registry import EngineRegistry, Peer
+from microserving.router.health import REFRESH_GAP_S, HealthMonitor, ProbeSettings
+from microserving.tokenizer import Tokenizer
+
+from .engine_server import STREAM, EngineServer
+
+REQUEST = make_request([1, 2, 3])
+PREFILL = {"engine_id": "prefill-0", "node_role": "prefill"}
+
+
+class Watched:
+    """A registry and its monitor over some servers. Every tokenizer that was loaded is counted."""
+
+    def __init__(
+        self,
+        prefill: Iterable[EngineServer] = (),
+        decode: Iterable[EngineServer] = (),
+        **probes: Any,
+    ) -> None:
+        self.tokenizers: list[dict[str, Any]] = []
+        self.registry = EngineRegistry(
+            [engine.url for engine in prefill], [engine.url for engine in decode], EngineTimeouts()
+        )
+        settings = ProbeSettings(**({"interval_s": 0.02, "timeout_s": 1.0} | probes))
+        self.monitor = HealthMonitor(self.registry, settings, load_tokenizer=self._load)
+
+    def _load(self, data: dict[str, Any]) -> Tokenizer:
+        self.tokenizers.append(data)
+        return cast(Tokenizer, data)
+
+    @property
+    def states(self) -> list[str]:
+        return [peer.state for peer in self.registry.peers]
+
+    def ids(self, pool: str) -> list[str]:
+        return [engine.id for engine in getattr(self.registry.cluster, pool)]
+
+    async def until(self, state: str, peer: int = 0) -> Peer:
+        """Wait (at most 5 s) until the watching tasks have brought a peer into ``state``."""
+        watched = self.registry.peers[peer]
+        async with asyncio.timeout(5):
+            while watched.state != state:  # noqa: ASYNC110 - what is tested has no event
+                await asyncio.sleep(0.002)
+        return watched
+
+    async def close(self) -> None:
+        await self.monitor.stop()
+        await self.registry.close()
+
+
+def run(scenario: Callable[[AsyncExitStack], Awaitable[None]]) -> None:
+    async def main() -> None:
+        async with AsyncExitStack() as stack:
+            await scenario(stack)
+        assert len(asyncio.all_tasks()) == 1
+
+    asyncio.run(main())
+
+
+async def engines(stack: AsyncExitStack, *infos: dict[str, Any]) -> list[EngineServer]:
+    return [await stack.enter_async_context(EngineServer(**info)) for info in infos]
+
+
+def watched(stack: AsyncExitStack, *args: Any, **kwargs: Any) -> Watched:
+    result = Watched(*args, **kwargs)
+    stack.push_async_callback(result.close)
+    return result
+
+
+def test_connect_and_pools() -> None:
+    async def scenario(stack: AsyncExitStack) -> None:
+        one, two, both = await engines(stack, PREFILL, {}, {"engine_id": "hybrid-0", "max_context": 400})
+        watch = watched(stack, [one, both], [two, both])
+        assert not watch.monitor.ready
+        await watch.monitor.connect(5)
+        assert watch.ids("prefill") == ["prefill-0", "hybrid-0"]
+        assert watch.ids("decode") == ["hybrid-0", "decode-0"]
+        assert watch.ids("all") == ["prefill-0", "hybrid-0", "decode-0"]
+        assert [engine.role for engine in watch.registry.cluster.all] == ["prefill", "hybrid", "decode"]
+        assert watch.tokenizers == [one.tokenizer]
+        model = watch.monitor.model
+        assert model is not None
+        assert (model.id, model.max_context, model.created) == ("tiny", 400, 7)
+        assert watch.monitor.ready
+
+    run(scenario)
+
+
+def test_a_missing_peer_is_named() -> None:
+    async def scenario(stack: AsyncExitStack) -> None:
+        one, gone, unready = await engines(stack, PREFILL, {}, {"engine_id": "decode-1"})
+        await gone.kill()
+        unready.ready = False
+        watch = watched(stack, [one], [gone, unready])
+        with pytest.raises(ConfigError) as caught:
+            await watch.monitor.connect(0.3)
+        assert caught.value.message == (
+            f"no answer within 0.3 s from decode engine {gone.url} (the engine cannot be reached), "
+            f"decode engine {unready.url} (not yet)"
+        )
+
+    run(scenario)
+
+
+def test_a_peer_that_is_slow_to_start_is_waited_for() -> None:
+    async def scenario(stack: AsyncExitStack) -> None:
+        (engine,) = await engines(stack, {})
+        engine.ready = False
+        watch = watched(stack, [], [engine])
+        connecting = asyncio.create_task(watch.monitor.connect(5))
+        await watch.until("down")
+        engine.ready = True
+        await connecting
+        assert watch.states == ["up"]
+
+    run(scenario)
+
+
+@pytest.mark.parametrize(
+    ("other", "reason"),
+    [
+        (
+            {"kv_layout_hash": "l2", "kv_bytes_per_token": 32},
+            "kv_layout_hash l2 vs l1, kv_bytes_per_token 32 vs 64",
+        ),
+        ({"page_size": 32}, "page_size 32 vs 16"),
+        ({"model_hash": "m2"}, "model_hash m2 vs m1"),
+        ({"protocol_version": 2}, "protocol_version 2 vs 1"),
+    ],
+)
+@pytest.mark.case("PD-22")
+@pytest.mark.case("PD-24")
+def test_a_pair_that_does_not_fit_is_refused_with_both_values(other: dict[str, Any], reason: str) -> None:
+    async def scenario(stack: AsyncExitStack) -> None:
+        one, two = await engines(stack, PREFILL, {})
+        watch = watched(stack, [one], [two])
+        await watch.monitor.probe(watch.registry.peers[0])
+        two.info |= other
+        with pytest.raises(ConfigError) as caught:
+            await watch.monitor.connect(5)
+        assert caught.value.message == (
+            f"decode engine {two.url} cannot be used: decode-0 does not fit prefill-0: {reason}"
+        )
+        assert watch.ids("decode") == []
+
+    run(scenario)
+
+
+def test_a_node_id_that_is_taken_is_refused() -> None:
+    async def scenario(stack: AsyncExitStack) -> None:
+        one, two = await engines(stack, {}, {})
+        with pytest.raises(ConfigError, match="its node id 'decode-0' is that of decode engine http"):
+            await watched(stack, [], [one, two]).monitor.connect(5)
+
+    run(scenario)
+
+
+@pytest.mark.case("RT-06")
+@pytest.mark.case("PD-18")
+def test_a_dead_engine_is_left_out_at_once_and_a_restarted_one_taken_over() -> None:
+    async def scenario(stack: AsyncExitStack) -> None:
+        one, two = await engines(stack, {}, {"engine_id": "decode-1"})
+        watch = watched(stack, [], [one, two], interval_s=30)
+        await watch.monitor.connect(5)
+        await one.kill()
+        dead = next(iter(watch.registry.cluster.decode))
+        with pytest.raises(EngineUnavailable, match="engine decode-0 cannot be reached"):
+            await dead.prep_recv(REQUEST, end=1)
+        assert watch.ids("decode") == ["decode-1"]  # without any probe
+
+        port = int(one.url.rpartition(":")[2])
+        await stack.enter_async_context(EngineServer(port, epoch="e2"))
+        await watch.monitor.refresh()
+        assert watch.ids("decode") == ["decode-0", "decode-1"]
+        peer = watch.registry.peers[0]
+        assert peer.client.info is not None
+        assert peer.client.info.epoch == "e2"
+        assert len(watch.tokenizers) == 1
+
+    run(scenario)
+
+
+def test_watching_notices_going_and_coming() -> None:
+    async def scenario(stack: AsyncExitStack) -> None:
+        (engine,) = await engines(stack, {})
+        watch = watched(stack, [], [engine])
+        await watch.monitor.connect(5)
+        watch.monitor.start()
+        engine.ready = False
+        await watch.until("down")
+        with pytest.raises(NoEngine):
+            watch.registry.cluster.decode.round_robin()
+        assert not watch.monitor.ready
+        assert watch.monitor.model is not None  # still known: 503, not 404
+        engine.ready = True
+        engine.load |= {"running": 9}
+        await watch.until("up")
+        assert next(iter(watch.registry.cluster.decode)).load.running == 9
+
+    run(scenario)
+
+
+@pytest.mark.case("RT-12")
+def test_a_frozen_engine_is_down_after_some_misses_and_its_streams_end() -> None:
+    async def scenario(stack: AsyncExitStack) -> None:
+        (engine,) = await engines(stack, {})
+        engine.stream = [STREAM[0], asyncio.Event()]
+        watch = watched(stack, [], [engine], timeout_s=0.2, misses=3)
+        await watch.monitor.connect(5)
+        stream = collect(next(iter(watch.registry.cluster.decode)).start_generate(REQUEST))
+        reading = asyncio.create_task(stream)
+        engine.thawed.clear()
+        peer = watch.registry.peers[0]
+        for misses in (1, 2):
+            await watch.monitor.probe(peer)
+            assert (peer.state, peer.misses) == ("up", misses)
+        await watch.monitor.probe(peer)
+        assert peer.state == "down"
+        with pytest.raises(EngineUnavailable, match="engine decode-0 does not answer"):
+            await reading
+        engine.thawed.set()
+        await watch.monitor.probe(peer)
+        assert (peer.state, peer.misses) == ("up", 0)
+
+    run(scenario)
+
+
+def test_one_miss_is_forgiven() -> None:
+    async def scenario(stack: AsyncExitStack) -> None:
+        (engine,) = await engines(stack, {})
+        watch = watched(stack, [], [engine], timeout_s=0.2)
+        await watch.monitor.connect(5)
+        peer = watch.registry.peers[0]
+        for _ in range(4):
+            engine.thawed.clear()
+            await watch.monitor.probe(peer)
+            engine.thawed.set()
+            await watch.monitor.probe(peer)
+        assert peer.state == "up"
+
+    run(scenario)
+
+
+def test_refreshes_are_one_at_a_time_and_seldom() -> None:
+    async def scenario(stack: AsyncExitStack) -> None:
+        (engine,) = await engines(stack, {})
+        watch = watched(stack, [], [engine])
+        engine.ready = False
+
+        def probes() -> int:
+            return engine.requests.count("/ready")
+
+        engine.thawed.clear()
+        waiting = [asyncio.create_task(watch.monitor.refresh()) for _ in range(50)]
+        await engine.frozen_by.wait()
+        engine.thawed.set()
+        await asyncio.gather(*waiting)
+        await watch.monitor.refresh()
+        assert probes() == 1
+        await asyncio.sleep(REFRESH_GAP_S)  # the rule itself is about time
+        engine.ready = True
+        await watch.monitor.refresh()
+        assert probes() == 2
+        assert watch.monitor.ready
+        await asyncio.sleep(REFRESH_GAP_S)
+        await watch.monitor.refresh()  # nothing is missing
+        assert probes() == 2
+
+    run(scenario)
+
+
+def test_a_late_joiner_that_does_not_fit_harms_nobody() -> None:
+    async def scenario(stack: AsyncExitStack) -> None:
+        one, two = await engines(stack, {}, {"engine_id": "decode-1"})
+        watch = watched(stack, [], [one, two])
+        await watch.monitor.connect(5)
+        watch.monitor.start()
+        two.info["kv_layout_hash"] = "l2"  # restarted with another configuration
+        peer = await watch.until("refused", 1)
+        assert "kv_layout_hash l2 vs l1" in peer.reason
+        assert watch.ids("decode") == ["decode-0"]
+        two.info["kv_layout_hash"] = "l1"
+        await watch.until("up", 1)
+
+    run(scenario)
+
+
+def test_another_model_is_adopted_when_no_engine_has_the_old_one() -> None:
+    async def scenario(stack: AsyncExitStack) -> None:
+        one, two = await engines(stack, {}, {"engine_id": "decode-1"})
+        watch = watched(stack, [], [one, two])
+        await watch.monitor.connect(5)
+        changed = {"model": "other", "model_hash": "m2"}
+        two.info |= changed
+        await watch.monitor.probe(watch.registry.peers[1])
+        assert watch.states == ["up", "refused"]
+        await one.kill()
+        await watch.monitor.probe(watch.registry.peers[0])
+        await watch.monitor.probe(watch.registry.peers[1])
+        assert watch.states == ["down", "up"]
+        assert watch.monitor.model is not None
+        assert watch.monitor.model.id == "other"
+        assert len(watch.tokenizers) == 2
+
+    run(scenario)
+
+
+def test_an_engine_whose_tokenizer_cannot_be_had_is_not_used() -> None:
+    async def scenario(stack: AsyncExitStack) -> None:
+        (engine,) = await engines(stack, {})
+        engine.answers["/microserving/tokenizer"] = (500, b"", {})
+        watch = watched(stack, [], [engine])
+        with pytest.raises(ConfigError, match="answered with status 500"):
+            await watch.monitor.connect(0.2)
+        assert not watch.monitor.ready
+
+    run(scenario)
