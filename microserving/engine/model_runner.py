@@ -103,6 +103,11 @@ class TVMModelRunner:
     def kv_bytes_per_token(self) -> int:
         return self._layout.bytes_per_token
 
+    @property
+    def pool_array(self) -> npt.NDArray[Any]:
+        """The pool as numpy sees it (``KVLayout.shape``), sharing its memory; for tests and debugging."""
+        return np.from_dlpack(self._pool)
+
     def run(self, chunks: Sequence[RunnerChunk]) -> StepOutput:
         self._own_thread()
         counts = np.array([len(chunk.token_ids) for chunk in chunks], np.int32)

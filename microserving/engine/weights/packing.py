@@ -73,7 +73,7 @@ def _halves(parts: Sequence[npt.NDArray[np.float32]], weights: Sequence[Weight])
     whole = np.concatenate(parts)
     with np.errstate(over="ignore", invalid="ignore"):
         halves = whole.astype(np.float16)
-    if not np.array_equal(halves.astype(np.float32), whole):
+    if not (np.isfinite(halves).all() and np.array_equal(halves.astype(np.float32), whole)):
         names = ", ".join(weight.name for weight in weights)
         raise ModelLoadError(f"{names}: a quantisation scale or bias is no finite float16")
     return halves
