@@ -198,8 +198,13 @@ class GuardedEnvironment(ImmutableSandboxedEnvironment):
             _charge_joining(budget, text, args[0])
         elif name == "replace":
             _charge_replacing(budget, text, args)
-        elif name in ("format", "format_map"):
-            _check_format(text)
+
+    def wrap_str_format(self, value: Any) -> Callable[..., str] | None:
+        """``text.format``, found as an attribute: Jinja2's safe version, unless the text asks for wide fields."""
+        wrapped = super().wrap_str_format(value)
+        if wrapped is not None:
+            _check_format(value.__self__)
+        return wrapped
 
     def call_binop(self, context: Context, operator: str, left: Any, right: Any) -> Any:
         budget = _budget()
