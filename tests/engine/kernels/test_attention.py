@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import mmap
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -162,7 +163,7 @@ def label(shape: AttentionShape) -> str:
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=label)
-@pytest.mark.parametrize("length", [1, 17, 64, 600, 1100])
+@pytest.mark.parametrize("length", [1, 17, 64, 1100])
 def test_prefill_matches_float64(shape: AttentionShape, length: int) -> None:
     data = random_data(shape, length)
     assert np.abs(Rig(shape).whole(data) - reference(data, shape.kv_dtype)).max() < 2e-5
@@ -216,7 +217,7 @@ def test_a_mixed_batch_gives_the_bits_of_each_sequence_alone(threads: int) -> No
 
 @pytest.mark.parametrize("dtype", ["float16", "float32"])
 def test_page_size_and_placement_do_not_change_the_bits(dtype: KVDtype) -> None:
-    shapes = [AttentionShape(9, 3, 64, size, dtype) for size in (16, 32, 64)]
+    shapes = [AttentionShape(6, 2, 32, size, dtype) for size in (16, 32, 64)]
     data = random_data(shapes[0], 333)
     outs = [Rig(shape, seed=seed).whole(data) for seed, shape in enumerate(shapes)]
     assert np.array_equal(outs[0], outs[1])
@@ -224,7 +225,7 @@ def test_page_size_and_placement_do_not_change_the_bits(dtype: KVDtype) -> None:
     assert np.array_equal(outs[0], Rig(shapes[0], seed=11, threads=2).whole(data))
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=15, deadline=None)
 @given(
     lengths=st.lists(st.integers(1, 200), min_size=1, max_size=5),
     tails=st.lists(st.integers(1, 70), min_size=5, max_size=5),
@@ -281,3 +282,18 @@ def test_no_tasks_touch_nothing() -> None:
     lists = tensor(plan.decode.tasks), tensor(plan.decode.thread_tasks), tensor(plan.decode.merges)
     decode(*shared, *lists, tensor(np.zeros(plan.decode.workspace, "float32")), out)
     assert (out.numpy() == 5).all()
+
+
+def test_a_pool_of_more_than_2_to_the_31_elements() -> None:
+    """32-bit offsets would wrap. Only the pages in use are touched, so the 4 GiB cost nothing."""
+    pages = 2**19 + 64  # two layers of 2**11 elements a page
+    layout = KVLayout(LAYERS, TINY.kv_heads, TINY.head_dim, TINY.page_size, TINY.kv_dtype)
+    memory = mmap.mmap(-1, layout.bytes_per_page * pages)
+    rig = Rig(TINY)
+    rig.pool = tvm.runtime.from_dlpack(np.frombuffer(memory, "float16").reshape(layout.shape(pages)))
+    rig.free = list(range(pages - 40, pages))
+    data = random_data(TINY, 530)
+    sequence = rig.sequence(data)
+    expected = Rig(TINY).whole(data)
+    assert np.array_equal(rig.step([(sequence, 529)])[0], expected[:529])
+    assert np.array_equal(rig.step([(sequence, 1)])[0], expected[529:])
