@@ -216,13 +216,14 @@ class Engine:
         with self._lock:
             return self._scheduler.begin_write(lease.request_id, lease.lease_id, self._clock())
 
-    def end_write(self, lease: Lease, ok: bool) -> None:
-        """The transport's ``LeaseObserver``: the writer stopped."""
+    def end_write(self, lease: Lease, ok: bool) -> bool:
+        """The transport's ``LeaseObserver``: the writer stopped. False when the lease had ended meanwhile."""
         with self._lock:
             arrived = self._scheduler.end_write(lease.lease_id, ok, self._clock())
             if arrived is not None:
                 self._statistics.tokens_received += arrived.end - arrived.begin
         self.on_change()
+        return arrived is not None
 
     # --- steps -----------------------------------------------------------------------------------------------
 

@@ -54,11 +54,11 @@ class LeaseObserver(Protocol):
     def begin_write(self, lease: Lease) -> bool:
         """A writer wants to start. True = granted; the pages are the writer's until ``end_write``."""
 
-    def end_write(self, lease: Lease, ok: bool) -> bool | None:
+    def end_write(self, lease: Lease, ok: bool) -> bool:
         """The writer stopped. ok: every byte is in place. Also called (ok=False) when a writer vanished. Idempotent.
 
         False = the lease had ended meanwhile (abort, expiry): the writer's ``finish(ok=True)`` then raises LeaseError.
-        Anything else = the bytes, if ok, count as arrived.
+        True = the bytes, if ok, count as arrived.
         """
 
 

@@ -146,7 +146,7 @@ class FakeConnection(Connection):
             if self._writing.pop(lease.lease_id, None) is None:
                 raise LeaseError("the reservation is not being written here")
             lost = self._network.fail_finish
-            counted = self._observer.end_write(lease, ok and not lost) is not False
+            counted = self._observer.end_write(lease, ok and not lost)
             if self._retired and not self._writing:
                 self.close()
         if lost:

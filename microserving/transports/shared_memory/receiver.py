@@ -170,7 +170,7 @@ class Receiver:
             begun = writer.leases.pop(frame.lease_id, None)
             if begun is None:
                 return False
-            return self._observer.end_write(begun, frame.flag) is not False or not frame.flag
+            return self._observer.end_write(begun, frame.flag) or not frame.flag
         raise FrameError("a writer does not reply")
 
     def _reply(self, writer: _Writer, data: bytes) -> None:
