@@ -112,9 +112,6 @@ class GGUFMetadata:
     def __contains__(self, key: str) -> bool:
         return key in self._values
 
-    def __len__(self) -> int:
-        return len(self._values)
-
     def _get(self, key: str, allowed: frozenset[str]) -> object | None:
         """The value when it has an allowed type; None when the key is absent."""
         found = self._values.get(key)

@@ -149,7 +149,7 @@ def _tool_calls(calls: object, where: str) -> list[dict[str, Any]]:
 def _parsed(arguments: str) -> object:
     try:
         return json.loads(arguments)
-    except ValueError:
+    except (ValueError, RecursionError):
         return arguments
 
 

@@ -304,6 +304,14 @@ def test_tool_calls_reach_the_template_parsed() -> None:
     assert ChatTemplate(source, {}).render([message]) == "Paris"
 
 
+@pytest.mark.parametrize("arguments", ["not JSON", "[" * 100_000, "1" * 5000])
+def test_tool_arguments_that_do_not_parse_stay_text(arguments: str) -> None:
+    call = {"function": {"name": "f", "arguments": arguments}}
+    message = {"role": "assistant", "content": "x", "tool_calls": [call]}
+    source = "{{ messages[0].tool_calls[0].function.arguments }}"
+    assert ChatTemplate(source, {}).render([message]) == arguments
+
+
 def test_tools_need_a_template_that_shows_them() -> None:
     tool = {"type": "function", "function": {"name": "weather"}}
     with pytest.raises(InvalidRequest) as caught:
