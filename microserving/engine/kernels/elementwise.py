@@ -14,10 +14,10 @@ import math
 from typing import Any
 
 from tvm import tirx
-from tvm.script import tirx as T
+from tvm.script import tirx as T  # noqa: N812
 
 from microserving.engine.kernels.common import F32_LANES, LANES, LOG2_E, Expr, exp2, fma, lane_sum, splat
-from microserving.engine.kernels.matmul import GROUP, TILE_ROWS, MatmulShape
+from microserving.engine.kernels.matmul import CODE_BITS, GROUP, HEADER_BYTES, TILE_ROWS, MatmulShape
 
 SERIAL_ROWS = 16
 """Up to so many rows are not worth waking another thread for."""
@@ -54,17 +54,17 @@ def _element(shape: MatmulShape, tiles: Any, row: Expr, k: Expr) -> Expr:
     if shape.kind == "f16":
         return _half(tiles, tile, group, place * 2)
     if shape.kind == "bf16":
-        bits = tirx.reinterpret("uint16", tiles[tile, group, tirx.Ramp(place * 2, 1, 2)])
+        half = tirx.reinterpret("uint16", tiles[tile, group, tirx.Ramp(place * 2, 1, 2)])
         return tirx.reinterpret(
-            "float32", tirx.shift_left(tirx.Cast("uint32", bits), tirx.IntImm("uint32", 16))
+            "float32", tirx.shift_left(tirx.Cast("uint32", half), tirx.IntImm("uint32", 16))
         )
     if shape.kind == "f32":
         return tirx.reinterpret("float32", tiles[tile, group, tirx.Ramp(place * 4, 1, 4)])
-    if shape.kind == "q8":
-        code = tirx.Cast("int32", tiles[tile, group, 64 + place])
-    else:
-        pair = tirx.Cast("int32", tiles[tile, group, 64 + column // 2 * TILE_ROWS + lane])
-        code = tirx.bitwise_and(tirx.shift_right(pair, column % 2 * 4), tirx.IntImm("int32", 15))
+    bits = CODE_BITS[shape.kind]
+    start = HEADER_BYTES + (column // (32 // bits) * TILE_ROWS + lane) * 4
+    word = tirx.reinterpret("int32", tiles[tile, group, tirx.Ramp(start, 1, 4)])
+    shifted = tirx.shift_right(word, column % (32 // bits) * bits)
+    code = tirx.bitwise_and(shifted, tirx.IntImm("int32", 2**bits - 1))
     return _scalar_fma(
         _half(tiles, tile, group, lane * 2),
         tirx.Cast("float32", code),
@@ -81,13 +81,13 @@ def embedding_kernel(shape: MatmulShape) -> tirx.PrimFunc:
     columns = shape.columns
 
     @T.inline
-    def gather(ids, tiles, out, i):
+    def gather(ids, tiles, out, i):  # type: ignore[no-untyped-def]
         row: T.let[T.int32] = T.max(0, T.min(ids[i], shape.rows - 1))
         for k in T.serial(columns):
             out[i, k] = _element(shape, tiles, row, k)
 
     @T.prim_func(s_tir=True, private=True)
-    def embedding(ids_handle: T.handle, w_handle: T.handle, out_handle: T.handle):
+    def embedding(ids_handle: T.handle, w_handle: T.handle, out_handle: T.handle) -> None:
         T.func_attr({"tirx.noalias": True, "tirx.is_scheduled": True})
         n = T.int64()
         ids = T.match_buffer(ids_handle, (n,), "int32")
@@ -113,7 +113,7 @@ def _normalise(size: int, eps: float) -> Any:
     """Inline: out[o] = x[i] / sqrt(mean(x[i] ** 2) + eps) * weight; 16 lane sums, added from left to right."""
 
     @T.inline
-    def run(x, i, weight, out, o, lanes):
+    def run(x, i, weight, out, o, lanes):  # type: ignore[no-untyped-def]
         lanes[T.ramp(0, 1, LANES)] = splat(0.0)
         for c in T.serial(size // LANES):
             lanes[T.ramp(0, 1, LANES)] = fma(
@@ -139,7 +139,7 @@ def rms_norm_kernel(size: int, eps: float) -> tirx.PrimFunc:
     normalise = _normalise(size, eps)
 
     @T.prim_func(s_tir=True, private=True)
-    def rms_norm(x_handle: T.handle, w_handle: T.handle, out_handle: T.handle):
+    def rms_norm(x_handle: T.handle, w_handle: T.handle, out_handle: T.handle) -> None:
         T.func_attr({"tirx.noalias": True, "tirx.is_scheduled": True})
         n = T.int64()
         x = T.match_buffer(x_handle, (n, size), "float32")
@@ -169,7 +169,7 @@ def add_rms_norm_kernel(size: int, eps: float) -> tirx.PrimFunc:
     normalise = _normalise(size, eps)
 
     @T.inline
-    def row(x, delta, weight, out, i, lanes):
+    def row(x, delta, weight, out, i, lanes):  # type: ignore[no-untyped-def]
         for c in T.serial(size // LANES):
             x[i, T.ramp(c * LANES, 1, LANES)] = (
                 x[i, T.ramp(c * LANES, 1, LANES)] + delta[i, T.ramp(c * LANES, 1, LANES)]
@@ -177,7 +177,9 @@ def add_rms_norm_kernel(size: int, eps: float) -> tirx.PrimFunc:
         normalise(x, i, weight, out, i, lanes)
 
     @T.prim_func(s_tir=True, private=True)
-    def add_rms_norm(x_handle: T.handle, delta_handle: T.handle, w_handle: T.handle, out_handle: T.handle):
+    def add_rms_norm(
+        x_handle: T.handle, delta_handle: T.handle, w_handle: T.handle, out_handle: T.handle
+    ) -> None:
         T.func_attr({"tirx.noalias": True, "tirx.is_scheduled": True})
         n = T.int64()
         x = T.match_buffer(x_handle, (n, size), "float32")
@@ -217,7 +219,7 @@ def last_norm_kernel(size: int, eps: float) -> tirx.PrimFunc:
         rows_handle: T.handle,
         w_handle: T.handle,
         out_handle: T.handle,
-    ):
+    ) -> None:
         T.func_attr({"tirx.noalias": True, "tirx.is_scheduled": True})
         n = T.int64()
         r = T.int64()
@@ -245,7 +247,7 @@ def silu_mul_kernel(size: int) -> tirx.PrimFunc:
     """f(gate_up [n, 2 * size], out [n, size]), float32: silu(gate) * up; size is a multiple of 16."""
 
     @T.inline
-    def row(x, out, i):
+    def row(x, out, i):  # type: ignore[no-untyped-def]
         for c in T.serial(size // LANES):
             out[i, T.ramp(c * LANES, 1, LANES)] = (
                 x[i, T.ramp(c * LANES, 1, LANES)]
@@ -254,7 +256,7 @@ def silu_mul_kernel(size: int) -> tirx.PrimFunc:
             )
 
     @T.prim_func(s_tir=True, private=True)
-    def silu_mul(x_handle: T.handle, out_handle: T.handle):
+    def silu_mul(x_handle: T.handle, out_handle: T.handle) -> None:
         T.func_attr({"tirx.noalias": True, "tirx.is_scheduled": True})
         n = T.int64()
         x = T.match_buffer(x_handle, (n, 2 * size), "float32")
@@ -296,7 +298,7 @@ def rope_kernel(heads: int, kv_heads: int, head_dim: int) -> tirx.PrimFunc:
         return tirx.Ramp(start, 1, lanes) if lanes > 1 else start
 
     @T.inline
-    def rotate(x, angles, i, source, out, head):
+    def rotate(x, angles, i, source, out, head):  # type: ignore[no-untyped-def]
         for c in T.serial(half // lanes):
             out[i, head, part(c * lanes)] = multiply_add(
                 x[i, source, part(half + c * lanes)] * minus_one(),
@@ -310,7 +312,7 @@ def rope_kernel(heads: int, kv_heads: int, head_dim: int) -> tirx.PrimFunc:
             )
 
     @T.inline
-    def row(x, angles, q, k, v, i):
+    def row(x, angles, q, k, v, i):  # type: ignore[no-untyped-def]
         for h in T.serial(heads):
             rotate(x, angles, i, h, q, h)
         for h in T.serial(kv_heads):
@@ -325,7 +327,7 @@ def rope_kernel(heads: int, kv_heads: int, head_dim: int) -> tirx.PrimFunc:
         q_handle: T.handle,
         k_handle: T.handle,
         v_handle: T.handle,
-    ):
+    ) -> None:
         T.func_attr({"tirx.noalias": True, "tirx.is_scheduled": True})
         n = T.int64()
         x = T.match_buffer(x_handle, (n, heads + 2 * kv_heads, head_dim), "float32")

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from microserving.engine.kernels.matmul import ENTRY_BYTES, GROUP, TILE_ROWS, TileKind
+from microserving.engine.kernels.matmul import GROUP, TILE_ROWS, TileKind, entry_bytes
 from microserving.errors import ModelLoadError
 from microserving.model_files import Weight
 
@@ -57,16 +57,20 @@ def _quantised_tiles(weights: Sequence[Weight], kind: TileKind) -> Bytes:
     scale = _padded(_halves([part.scale for part in parts], weights))
     bias = _padded(_halves([part.bias for part in parts], weights))
     tiles, groups = codes.shape[0] // TILE_ROWS, codes.shape[1] // GROUP
-    packed = np.empty((tiles, groups, ENTRY_BYTES[kind]), np.uint8)
+    packed = np.empty((tiles, groups, entry_bytes(kind)), np.uint8)
     packed[..., 0:32] = _header(scale)
     packed[..., 32:64] = _header(bias)
-    columns = codes.reshape(tiles, TILE_ROWS, groups, GROUP).transpose(0, 2, 3, 1)
-    if kind == "q4":
-        even, odd = columns[:, :, 0::2], columns[:, :, 1::2]
-        packed[..., 64:] = (even | (odd << np.uint8(4))).reshape(tiles, groups, -1)
-    else:
-        packed[..., 64:] = columns.reshape(tiles, groups, -1)
+    packed[..., 64:] = _words(codes, kind)
     return packed
+
+
+def _words(codes: Bytes, kind: TileKind) -> Bytes:
+    """codes [N, K] -> bytes [tiles, groups, rest of the entry]: little-endian words of one row each."""
+    tiles, groups = codes.shape[0] // TILE_ROWS, codes.shape[1] // GROUP
+    if kind == "q4":
+        codes = codes[:, 0::2] | (codes[:, 1::2] << np.uint8(4))
+    words = codes.view("<u4").reshape(tiles, TILE_ROWS, groups, -1)
+    return np.ascontiguousarray(words.transpose(0, 2, 3, 1)).reshape(tiles, groups, -1).view(np.uint8)
 
 
 def _halves(parts: Sequence[npt.NDArray[np.float32]], weights: Sequence[Weight]) -> npt.NDArray[np.float16]:
