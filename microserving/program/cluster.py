@@ -13,7 +13,7 @@ EngineSource = Callable[[], Sequence[EngineClient]]
 """Tells the live engines of a pool at the moment, always in the same order."""
 
 Bind = Callable[[EngineClient], EngineClient]
-"""Wraps an engine before a program gets it (the host does so to know what a request holds)."""
+"""Wraps an engine before a program gets it: the host does so to know what a request holds."""
 
 _RETRY_AFTER_S = 1.0
 
@@ -28,11 +28,12 @@ class Pool:
     def __init__(self, name: str, engines: EngineSource) -> None:
         self._name = name
         self._engines = engines
-        self._bind: Bind = _unbound
+        self._seen: Bind = _as_it_is
+        self._chosen: Bind = _as_it_is
         self._turns: Counter[str] = Counter()
 
     def __iter__(self) -> Iterator[EngineClient]:
-        return map(self._bind, self._engines())
+        return map(self._seen, self._engines())
 
     def __len__(self) -> int:
         return len(self._engines())
@@ -63,12 +64,12 @@ class Pool:
             )
         turn = self._turns[policy]
         self._turns[policy] += 1
-        return self._bind(POLICIES[policy](engines, turn))
+        return self._chosen(POLICIES[policy](engines, turn))
 
-    def bound(self, bind: Bind) -> Pool:
-        """The same pool, sharing the turns, whose engines pass through ``bind`` before the program gets them."""
+    def bound(self, *, seen: Bind, chosen: Bind) -> Pool:
+        """The same pool, sharing the turns. Engines pass through ``seen`` when iterated, ``chosen`` by a policy."""
         pool = Pool(self._name, self._engines)
-        pool._bind = bind
+        pool._seen, pool._chosen = seen, chosen
         pool._turns = self._turns
         return pool
 
@@ -81,14 +82,14 @@ class Cluster:
         self.decode = Pool("decode", decode)
         self.all = Pool("", all)
 
-    def bound(self, bind: Bind) -> Cluster:
-        """The same cluster, sharing the pools' state, whose engines pass through ``bind``."""
+    def bound(self, *, seen: Bind, chosen: Bind) -> Cluster:
+        """The same cluster, sharing the pools' state; see ``Pool.bound``."""
         cluster = Cluster.__new__(Cluster)
-        cluster.prefill = self.prefill.bound(bind)
-        cluster.decode = self.decode.bound(bind)
-        cluster.all = self.all.bound(bind)
+        cluster.prefill = self.prefill.bound(seen=seen, chosen=chosen)
+        cluster.decode = self.decode.bound(seen=seen, chosen=chosen)
+        cluster.all = self.all.bound(seen=seen, chosen=chosen)
         return cluster
 
 
-def _unbound(engine: EngineClient) -> EngineClient:
+def _as_it_is(engine: EngineClient) -> EngineClient:
     return engine

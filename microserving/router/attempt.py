@@ -21,7 +21,7 @@ _logger = logging.getLogger(__name__)
 
 
 class Attempt:
-    """Iterate once over ``chunks``; then, however that ended, call ``release`` when ``unfinished``."""
+    """Iterate once over ``chunks``; then, however that ended, ``end`` it, and ``release`` what that left over."""
 
     def __init__(
         self, program: LoadedProgram, request: Request, cluster: Cluster, in_flight: InFlight
@@ -29,18 +29,19 @@ class Attempt:
         self._program = program
         self._request = request
         self._holdings = Holdings(in_flight)
-        self._cluster = cluster.bound(self._holdings.bind)
+        self._cluster = cluster.bound(seen=self._holdings.bind, chosen=self._holdings.choose)
         self._running = False
         self.chunks = self._run()
 
-    @property
-    def unfinished(self) -> bool:
-        """Whether there is something to release."""
-        return self._running or bool(self._holdings)
+    def end(self) -> bool:
+        """No more chunks are wanted. False: there is something to ``release``."""
+        self._holdings.unclaim()
+        return not self._running and not self._holdings
 
     async def release(self, timeout_s: float) -> None:
         """Stop the program where it is and give back all that the attempt holds on engines."""
         await close_within(self.chunks, timeout_s)
+        self._holdings.unclaim()
         await self._holdings.release(timeout_s)
 
     async def _run(self) -> AsyncGenerator[GenerationChunk, None]:

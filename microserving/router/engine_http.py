@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from types import MappingProxyType
 from typing import Any, TypeVar
 
-import httpx
+import httpcore
 
 from microserving.errors import (
     EngineUnavailable,
@@ -29,11 +29,17 @@ from microserving.errors import (
     error_from_body,
 )
 from microserving.protocol.responses import dump
-from microserving.router.connections import open_connections
+from microserving.router.connections import Answer, Connections
 
 ResultT = TypeVar("ResultT")
 
-_JSON = {"content-type": "application/json"}
+_JSON = {b"content-type": b"application/json"}
+_FAILURES = (
+    httpcore.NetworkError,
+    httpcore.ProtocolError,
+    httpcore.TimeoutException,
+    httpcore.ConnectionNotAvailable,
+)
 _SEEN_AS: Mapping[type[MicroservingError], type[MicroservingError]] = MappingProxyType(
     {
         LeaseError: TransferFailed,
@@ -56,17 +62,17 @@ class EngineHTTP:
     def __init__(self, url: str, *, connect_timeout_s: float, on_unreachable: Callable[[str], None]) -> None:
         self.name = "the engine"
         self._silence = "does not answer"
-        self._client = open_connections(url, connect_timeout_s=connect_timeout_s)
+        self._connections = Connections(url, connect_timeout_s=connect_timeout_s)
         self._on_unreachable = on_unreachable
         self._waits: set[asyncio.Timeout] = set()
 
     async def get(self, path: str, *, timeout_s: float | None) -> dict[str, Any]:
         """The JSON object at ``path``. timeout_s None: the caller bounds it. Raises the leaf that the failure or the error answer stands for."""
-        return await self._call(self._client.build_request("GET", path), timeout_s)
+        return await self._call(self._connections.send("GET", path), timeout_s)
 
     async def post(self, path: str, body: Mapping[str, Any], *, timeout_s: float) -> dict[str, Any]:
         """The JSON object that answers ``body``. Raises as ``get``."""
-        return await self._call(self._post_request(path, body), timeout_s)
+        return await self._call(self._post(path, body), timeout_s)
 
     async def stream(
         self, path: str, body: Mapping[str, Any], *, silence_s: float
@@ -75,15 +81,14 @@ class EngineHTTP:
 
         Read to its end, the connection can be used again; closed earlier, the engine sees us leave.
         """
-        request = self._post_request(path, body)
         with self._typed_failures():
-            response = await self._within(silence_s, self._client.send(request, stream=True))
+            answer = await self._within(silence_s, self._post(path, body))
         try:
-            if response.status_code != 200:
+            if answer.status != 200:
                 with self._typed_failures():
-                    await self._within(silence_s, response.aread())
-                raise self._refusal(response)
-            pieces = response.aiter_raw()
+                    content = await self._within(silence_s, answer.read())
+                raise self._refusal(answer, content)
+            pieces = aiter(answer.pieces())
             while True:
                 with self._typed_failures():
                     piece = await self._within(silence_s, anext(pieces, b""))
@@ -91,7 +96,7 @@ class EngineHTTP:
                     return
                 yield piece
         finally:
-            await response.aclose()
+            await answer.close()
 
     def give_up(self, why: str) -> None:
         """Fail everything that waits for this engine now. why: goes on after the engine's name in the message."""
@@ -102,7 +107,7 @@ class EngineHTTP:
 
     async def close(self) -> None:
         """Idempotent."""
-        await self._client.aclose()
+        await self._connections.close()
 
     def seen_by_client(self, error: MicroservingError) -> MicroservingError:
         """What an engine's ``error`` means for the client of the router."""
@@ -115,15 +120,15 @@ class EngineHTTP:
         """The engine answered, but wrongly."""
         return EngineUnavailable(f"{self.name} {what}")
 
-    def _post_request(self, path: str, body: Mapping[str, Any]) -> httpx.Request:
-        return self._client.build_request("POST", path, content=dump(body), headers=_JSON)
+    def _post(self, path: str, body: Mapping[str, Any]) -> Awaitable[Answer]:
+        return self._connections.send("POST", path, headers=_JSON, content=dump(body))
 
-    async def _call(self, request: httpx.Request, timeout_s: float | None) -> dict[str, Any]:
+    async def _call(self, sending: Awaitable[Answer], timeout_s: float | None) -> dict[str, Any]:
         with self._typed_failures():
-            response = await self._within(timeout_s, self._client.send(request))
-        if response.status_code != 200:
-            raise self._refusal(response)
-        body = _json_object(response.content)
+            answer, content = await self._within(timeout_s, _whole(sending))
+        if answer.status != 200:
+            raise self._refusal(answer, content)
+        body = _json_object(content)
         if body is None:
             raise self.broken("answered something that is not a JSON object")
         return body
@@ -142,21 +147,29 @@ class EngineHTTP:
             yield
         except TimeoutError:
             raise self.broken(self._silence) from None
-        except (httpx.ConnectError, httpx.ConnectTimeout) as error:
+        except (httpcore.ConnectError, httpcore.ConnectTimeout) as error:
             self._on_unreachable(f"cannot connect: {_reason(error)}")
             raise self.broken("cannot be reached") from None
-        except httpx.HTTPError as error:
+        except _FAILURES as error:
             self._on_unreachable(f"the connection broke: {_reason(error)}")
             raise self.broken("broke the connection") from None
 
-    def _refusal(self, response: httpx.Response) -> MicroservingError:
-        body = _json_object(response.content) or {}
+    def _refusal(self, answer: Answer, content: bytes) -> MicroservingError:
+        body = _json_object(content) or {}
         error = body.get("error")
         if not isinstance(error, dict):
-            return self.broken(f"answered with status {response.status_code}")
-        refusal = error_from_body(response.status_code, error)
-        refusal.retry_after_s = _seconds(response.headers.get("retry-after"))
+            return self.broken(f"answered with status {answer.status}")
+        refusal = error_from_body(answer.status, error)
+        refusal.retry_after_s = _seconds(answer.header(b"retry-after"))
         return self.seen_by_client(refusal)
+
+
+async def _whole(sending: Awaitable[Answer]) -> tuple[Answer, bytes]:
+    answer = await sending
+    try:
+        return answer, await answer.read()
+    finally:
+        await answer.close()
 
 
 def _json_object(content: bytes) -> dict[str, Any] | None:
@@ -167,7 +180,7 @@ def _json_object(content: bytes) -> dict[str, Any] | None:
     return body if isinstance(body, dict) else None
 
 
-def _reason(error: httpx.HTTPError) -> str:
+def _reason(error: Exception) -> str:
     return str(error) or type(error).__name__
 
 

@@ -6,9 +6,10 @@ reports them here; connection failures are reported by the engine clients.
 
 from __future__ import annotations
 
+import asyncio
 import logging
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal
 
 from microserving.errors import ConfigError
@@ -27,13 +28,15 @@ _LAYOUT_FIELDS = ("kv_layout_hash", "kv_bytes_per_token", "page_size")
 class Peer:
     """One configured engine. state: ``unknown`` until the first answer; ``refused`` when it does not fit the others.
 
-    reason: why it is not up, for operators. misses: probes in a row without an answer.
+    reason: why it is not up, for operators. misses: probes in a row without an answer. suspect: a connection to it
+    was lost, which asks for a probe before its time.
     """
 
     client: HttpEngineClient
     state: State = "unknown"
     reason: str = "not asked yet"
     misses: int = 0
+    suspect: asyncio.Event = field(default_factory=asyncio.Event)
 
     @property
     def label(self) -> str:
@@ -108,8 +111,9 @@ class EngineRegistry:
 
     def _unreachable(self, client: HttpEngineClient, reason: str) -> None:
         for peer in self.peers:
-            if peer.client is client:
+            if peer.client is client and peer.state == "up":
                 self.mark_down(peer, reason)
+                peer.suspect.set()
 
     def _set(self, peer: Peer, state: State, reason: str) -> None:
         peer.state, peer.reason = state, reason

@@ -119,7 +119,10 @@ class HealthMonitor:
     async def _watch(self, peer: Peer) -> None:
         while True:
             await self.probe(peer)
-            await asyncio.sleep(self._settings.interval_s)
+            peer.suspect.clear()
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(self._settings.interval_s):
+                    await peer.suspect.wait()
 
     def _missed(self, peer: Peer) -> None:
         """No answer in time: it may be busy, until it was too often; then those who wait for it need not any more."""

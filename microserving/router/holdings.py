@@ -29,6 +29,7 @@ class Holdings:
 
     def __init__(self, in_flight: InFlight) -> None:
         self._in_flight = in_flight
+        self._claims: set[EngineClient] = set()
         self._held: dict[tuple[EngineClient, str], tuple[Request, set[Kind]]] = {}
         self._engines: dict[EngineClient, HeldEngine] = {}
         self._streams: list[AsyncGenerator[GenerationChunk, None]] = []
@@ -44,12 +45,29 @@ class Holdings:
             held = self._engines[engine] = HeldEngine(engine, self)
         return held
 
+    def choose(self, engine: EngineClient) -> HeldEngine:
+        """``engine`` as a policy chose it. It counts from now on, so that the next request sees it when it chooses,
+        although the program may first wait for another engine."""
+        if engine not in self._claims:
+            self._claims.add(engine)
+            self._in_flight[engine] += 1
+        return self.bind(engine)
+
+    def unclaim(self) -> None:
+        """No engine that was chosen and never asked counts any more. Idempotent."""
+        for engine in self._claims:
+            self._leave(engine)
+        self._claims.clear()
+
     def take(self, engine: EngineClient, request: Request, kind: Kind) -> None:
         """Write down a hold before the engine is asked for it."""
         key = (engine, request.request_id)
         if key not in self._held:
             self._held[key] = (request, set())
-            self._in_flight[engine] += 1
+            if engine in self._claims:
+                self._claims.remove(engine)
+            else:
+                self._in_flight[engine] += 1
         self._held[key][1].add(kind)
 
     def drop(self, engine: EngineClient, request: Request, *kinds: Kind) -> None:
@@ -80,7 +98,9 @@ class Holdings:
 
     def _forget(self, key: tuple[EngineClient, str]) -> None:
         del self._held[key]
-        engine = key[0]
+        self._leave(key[0])
+
+    def _leave(self, engine: EngineClient) -> None:
         self._in_flight[engine] -= 1
         if not self._in_flight[engine]:
             del self._in_flight[engine]

@@ -132,7 +132,7 @@ class ProgramHost:
     def _finish(self, attempt: Attempt) -> None:
         """Leave nothing behind. In the background: whoever ended the request does not wait for it."""
         self._running -= 1
-        if attempt.unfinished:
+        if not attempt.end():
             task = asyncio.create_task(attempt.release(self._release_timeout_s))
             self._releases.add(task)
             task.add_done_callback(self._releases.discard)

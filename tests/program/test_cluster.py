@@ -1,11 +1,12 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Callable
 
 import pytest
 
 from microserving.errors import NoEngine
-from microserving.program import EngineClient, EngineLoad
+from microserving.program import Cluster, EngineClient, EngineLoad
 from microserving.program.testing import FakeCluster
 
 
@@ -32,15 +33,22 @@ def test_a_bound_cluster_shares_the_turns() -> None:
     """Every request gets a view of its own; together they take turns."""
     cluster = FakeCluster(decode=3)
     seen: list[EngineClient] = []
+    chosen: list[EngineClient] = []
 
-    def bind(engine: EngineClient) -> EngineClient:
-        seen.append(engine)
-        return engine
+    def bind(into: list[EngineClient]) -> Callable[[EngineClient], EngineClient]:
+        def append(engine: EngineClient) -> EngineClient:
+            into.append(engine)
+            return engine
 
-    chosen = [cluster.bound(bind).decode.round_robin().id for _ in range(4)]
-    assert chosen == ["decode-0", "decode-1", "decode-2", "decode-0"]
-    assert ids(seen) == chosen
-    assert ids(cluster.bound(bind).all) == ids(seen)[4:] == ids(cluster.all)
+        return append
+
+    def views() -> Cluster:
+        return cluster.bound(seen=bind(seen), chosen=bind(chosen))
+
+    ordered = [views().decode.round_robin().id for _ in range(4)]
+    assert ordered == ["decode-0", "decode-1", "decode-2", "decode-0"]
+    assert (ids(chosen), ids(seen)) == (ordered, [])
+    assert ids(views().all) == ids(seen) == ids(cluster.all)
 
 
 def test_engines_that_are_down_are_not_chosen() -> None:

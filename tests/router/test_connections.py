@@ -5,10 +5,10 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable
 
-import httpx
+import httpcore
 import pytest
 
-from microserving.router.connections import open_connections
+from microserving.router.connections import Connections
 
 OK = b"HTTP/1.1 200 OK\r\ncontent-length: 2\r\ncontent-type: application/json\r\n\r\n{}"
 
@@ -21,6 +21,7 @@ class Closer:
         self.answers_first = answers_first
         self.requests: list[int] = []
         self.connections = 0
+        self.closed = asyncio.Event()
 
     async def __call__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self.connections += 1
@@ -37,6 +38,7 @@ class Closer:
             pass
         finally:
             writer.close()
+            self.closed.set()
 
     async def _read_request(self, reader: asyncio.StreamReader) -> bool:
         head = await reader.readuntil(b"\r\n\r\n")
@@ -45,15 +47,23 @@ class Closer:
         return True
 
 
-def with_server(closer: Closer, scenario: Callable[[httpx.AsyncClient], Awaitable[None]]) -> None:
+async def post(client: Connections) -> tuple[int, bytes]:
+    answer = await client.send("POST", "/x", content=b"body")
+    try:
+        return answer.status, await answer.read()
+    finally:
+        await answer.close()
+
+
+def with_server(closer: Closer, scenario: Callable[[Connections], Awaitable[None]]) -> None:
     async def run() -> None:
         server = await asyncio.start_server(closer, "127.0.0.1", 0)
         port = server.sockets[0].getsockname()[1]
-        client = open_connections(f"http://127.0.0.1:{port}", connect_timeout_s=0.5)
+        client = Connections(f"http://127.0.0.1:{port}", connect_timeout_s=0.5)
         try:
             await scenario(client)
         finally:
-            await client.aclose()
+            await client.close()
             server.close()
             await server.wait_closed()
 
@@ -64,10 +74,9 @@ def with_server(closer: Closer, scenario: Callable[[httpx.AsyncClient], Awaitabl
 def test_a_stale_connection_is_retried_once_on_a_new_one() -> None:
     closer = Closer(second=b"")
 
-    async def scenario(client: httpx.AsyncClient) -> None:
+    async def scenario(client: Connections) -> None:
         for _ in range(20):
-            response = await client.post("/x", content=b"body")
-            assert response.status_code == 200
+            assert await post(client) == (200, b"{}")
 
     with_server(closer, scenario)
     # every request but the first one met the connection of the one before it, which was then closed
@@ -78,9 +87,9 @@ def test_a_new_connection_is_not_retried() -> None:
     """The server may have read the request and died of it."""
     closer = Closer(second=b"", answers_first=False)
 
-    async def scenario(client: httpx.AsyncClient) -> None:
-        with pytest.raises(httpx.RemoteProtocolError):
-            await client.post("/x", content=b"body")
+    async def scenario(client: Connections) -> None:
+        with pytest.raises(httpcore.RemoteProtocolError):
+            await post(client)
 
     with_server(closer, scenario)
     assert closer.requests == [1]
@@ -89,13 +98,42 @@ def test_a_new_connection_is_not_retried() -> None:
 def test_an_answer_that_broke_off_is_not_retried() -> None:
     closer = Closer(second=OK[:-1])
 
-    async def scenario(client: httpx.AsyncClient) -> None:
-        await client.post("/x", content=b"body")
-        with pytest.raises(httpx.RemoteProtocolError):
-            await client.post("/x", content=b"body")
+    async def scenario(client: Connections) -> None:
+        await post(client)
+        with pytest.raises(httpcore.RemoteProtocolError):
+            await post(client)
 
     with_server(closer, scenario)
     assert closer.requests == [1, 1]
+
+
+@pytest.mark.case("STR-09")
+def test_a_connection_that_the_server_closed_meanwhile_is_not_used() -> None:
+    closer = Closer(second=OK)
+
+    async def scenario(client: Connections) -> None:
+        await post(client)
+        await post(client)  # the server closes the connection after this one
+        await closer.closed.wait()
+        assert await post(client) == (200, b"{}")
+
+    with_server(closer, scenario)
+    assert closer.requests == [1, 1, 2]
+
+
+def test_closing_closes_what_is_in_use() -> None:
+    closer = Closer(second=b"")
+
+    async def scenario(client: Connections) -> None:
+        answer = await client.send("GET", "/x")
+        await post(client)
+        assert client.busy == 1
+        await client.close()
+        assert client.busy == 0
+        await answer.close()
+        await client.close()
+
+    with_server(closer, scenario)
 
 
 def test_the_environment_has_no_say(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -103,7 +141,7 @@ def test_the_environment_has_no_say(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HTTP_PROXY", "http://127.0.0.1:9")
     monkeypatch.setenv("ALL_PROXY", "http://127.0.0.1:9")
 
-    async def scenario(client: httpx.AsyncClient) -> None:
-        assert (await client.get("/x")).status_code == 200
+    async def scenario(client: Connections) -> None:
+        assert (await post(client))[0] == 200
 
     with_server(Closer(second=b""), scenario)

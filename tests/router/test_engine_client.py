@@ -324,3 +324,28 @@ def test_the_router_asks_for_itself() -> None:
             await client.check_ready()
 
     with_engine(scenario, identified=False)
+
+
+@pytest.mark.case("PD-09")
+def test_a_storm_of_cancellations_leaves_no_connection_in_use() -> None:
+    """300 calls and streams, each cancelled after another number of steps of the event loop."""
+
+    async def scenario(engine: EngineServer, client: Client) -> None:
+        engine.stream = [STREAM[0], asyncio.Event()]
+
+        async def one(number: int) -> None:
+            work = call(client, "prep_recv" if number % 2 else "start_generate")
+            task = asyncio.ensure_future(work)
+            for _ in range(number % 60):
+                await asyncio.sleep(0)
+            task.cancel()
+            await asyncio.wait([task])
+
+        for first in range(0, 300, 20):
+            await asyncio.gather(*map(one, range(first, first + 20)))
+        engine.stream = list(STREAM)
+        assert len(await collect(client.start_generate(REQUEST))) == 2
+        assert client._http._connections.busy == 0
+        assert not client._http._waits
+
+    with_engine(scenario)

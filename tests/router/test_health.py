@@ -214,6 +214,23 @@ def test_watching_notices_going_and_coming() -> None:
     run(scenario)
 
 
+def test_a_broken_connection_asks_for_a_probe_at_once() -> None:
+    """One request that breaks its connection does not cost the engine a whole probe interval."""
+
+    async def scenario(stack: AsyncExitStack) -> None:
+        (engine,) = await engines(stack, {})
+        watch = watched(stack, [], [engine], interval_s=30)
+        await watch.monitor.connect(5)
+        watch.monitor.start()
+        engine.stream = [STREAM[0], RuntimeError("dies")]
+        with pytest.raises(EngineUnavailable):
+            await collect(next(iter(watch.registry.cluster.decode)).start_generate(REQUEST))
+        assert watch.ids("decode") == []
+        await watch.until("up")
+
+    run(scenario)
+
+
 @pytest.mark.case("RT-12")
 def test_a_frozen_engine_is_down_after_some_misses_and_its_streams_end() -> None:
     async def scenario(stack: AsyncExitStack) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import sys
 import textwrap
 from pathlib import Path
@@ -9,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from microserving.errors import ProgramError
+from microserving.program.testing import Call, FakeCluster, collect, make_request
 from microserving.router.program_loader import load_program, shipped_programs
 
 HEAD = "from microserving.program import Program\n"
@@ -143,3 +145,29 @@ def test_a_missing_program_names_the_shipped_ones(program: str) -> None:
 def test_a_folder_is_no_program(tmp_path: Path) -> None:
     with pytest.raises(ProgramError, match="there is no router program"):
         load_program(str(tmp_path))
+
+
+def test_the_example_of_the_design_runs(tmp_path: Path) -> None:
+    """Word for word, without annotations on ``route``'s result."""
+    text = """\
+        from microserving.program import Program, Request, Cluster
+
+        class BalancedPrefillDecode(Program):
+            pd_balance_factor: float = 0.1                      # typed settings
+
+            async def route(self, request: Request, cluster: Cluster):
+                prefill = cluster.prefill.least_loaded()
+                decode = cluster.decode.least_loaded()
+                end = request.split(self.pd_balance_factor)
+                received = await decode.prep_recv(request, end=end)
+                await prefill.remote_send(request, to=received)  # returns at once when everything was matched
+                async for chunk in decode.start_generate(request, begin=end):
+                    yield chunk
+
+            async def plan(self, cluster: Cluster): ...
+        """
+    program = load_program(str(write(tmp_path, text)), {"pd_balance_factor": 0.5}).instance
+    cluster = FakeCluster()
+    chunks = asyncio.run(collect(program.route(make_request(range(10)), cluster)))
+    assert [chunk.text for chunk in chunks] == ["Hello", " world"]
+    assert cluster["prefill-0"].calls == [Call("remote_send", "request-0", 0, 5)]
