@@ -1,7 +1,7 @@
 """A Jinja2 sandbox with bounds on time, steps and sizes: a chat template comes with a model file and is not trusted.
 
 Jinja2's own immutable sandbox stops attribute walks and huge ranges. This adds, for one rendering at a time: a
-deadline and a step count, charged by every loop iteration, call and filter; a bound on what one operation may
+limit of CPU time (not of wall time: a busy machine must not refuse a chat) and of steps, charged by every loop iteration, call and filter; a bound on what one operation may
 build; and a bound on the output, which is streamed. Knows nothing of chats.
 """
 
@@ -22,14 +22,15 @@ from jinja2.runtime import Context
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 from jinja2.visitor import NodeTransformer
 
-MAX_SOURCE_CHARS = 2**20
-MAX_STRING = 16 * 2**20
-MAX_BUILT = 256 * 2**20
-MAX_OUTPUT_CHARS = 16 * 2**20
+MAX_SOURCE_CHARS = 64 * 2**10
+MAX_STRING = 8 * 2**20
+MAX_BUILT = 64 * 2**20
+MAX_OUTPUT_CHARS = 8 * 2**20
 MAX_STEPS = 2_000_000
 MAX_INTEGER_ARGUMENT = 100_000
 MAX_INTEGER_BITS = 4096
-DEADLINE_S = 1.0
+MAX_CPU_S = 0.5
+_STEPS_PER_LOOK = 8  # reading the thread's clock is a system call
 
 # A format width of five digits or more, one taken from an argument, or a nested field.
 _WIDE_FORMAT = re.compile(r"[0-9]{5}|%[^a-zA-Z%]*\*|\{[^{}]*\{")
@@ -39,7 +40,7 @@ class Budget:
     """What one rendering may still use. Not shared between threads."""
 
     def __init__(self) -> None:
-        self._deadline = time.monotonic() + DEADLINE_S
+        self._deadline = time.thread_time() + MAX_CPU_S
         self._steps = 0
         self._built = 0
 
@@ -48,7 +49,7 @@ class Budget:
         self._steps += 1
         if self._steps > MAX_STEPS:
             raise SecurityError("the template takes too many steps")
-        if time.monotonic() > self._deadline:
+        if self._steps % _STEPS_PER_LOOK == 0 and time.thread_time() > self._deadline:
             raise SecurityError("the template takes too long")
 
     def build(self, size: int) -> None:
@@ -119,9 +120,28 @@ def _guarded_filter(name: str, function: Callable[..., Any]) -> Callable[..., An
             _charge_indenting(budget, subject, rest)
         elif name == "format":
             _check_format(subject)
+        elif name == "sum" and any(isinstance(argument, list | tuple) for argument in rest):
+            raise SecurityError("only numbers can be summed")
         return function(*args, **kwargs)
 
     return call
+
+
+def _guarded_test(function: Any) -> Callable[..., Any]:
+    """A test such as ``in``, charged before it runs."""
+
+    @functools.wraps(function)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        _budget().tick()
+        return function(*args, **kwargs)
+
+    return call
+
+
+def guard_value(value: Any) -> Any:
+    """The same value, and a step: in front of what may look through all of it (``in``, ``==``, a slice)."""
+    _budget().tick()
+    return value
 
 
 def guard_loop(iterable: Iterable[Any]) -> Iterator[Any]:
@@ -163,17 +183,17 @@ class GuardedEnvironment(ImmutableSandboxedEnvironment):
     concat = staticmethod(_join_output)
     guard_loop = staticmethod(guard_loop)
     guard_concat = staticmethod(guard_concat)
+    guard_value = staticmethod(guard_value)
 
     def __init__(self) -> None:
         super().__init__(trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols, _Generation])
         self.globals.pop("lipsum", None)
         self.filters = {name: _guarded_filter(name, function) for name, function in self.filters.items()}
+        self.tests = {name: _guarded_test(function) for name, function in self.tests.items()}
 
     def _parse(self, source: str, name: str | None, filename: str | None) -> nodes.Template:
         tree = super()._parse(source, name, filename)
-        for loop in list(tree.find_all(nodes.For)):
-            loop.iter = _guard_call("guard_loop", [loop.iter], loop)
-        _ConcatGuard().visit(tree)
+        _Guarding().visit(tree)
         return tree
 
     def add_filter(self, name: str, function: Callable[..., Any]) -> None:
@@ -245,12 +265,28 @@ def _guard_call(name: str, arguments: list[Any], near: nodes.Node) -> nodes.Expr
     return call
 
 
-class _ConcatGuard(NodeTransformer):
-    """Turns ``a ~ b`` into a guarded call; the compiler would join the parts itself."""
+class _Guarding(NodeTransformer):
+    """Puts guarded calls around what the compiler would write as plain Python."""
 
-    def visit_Concat(self, node: nodes.Concat) -> nodes.Expr:  # noqa: N802 - the visitor's naming
+    def visit_For(self, node: nodes.For) -> nodes.Node:  # noqa: N802 - the visitor's naming
+        self.generic_visit(node)
+        node.iter = _guard_call("guard_loop", [node.iter], node)
+        return node
+
+    def visit_Concat(self, node: nodes.Concat) -> nodes.Node:  # noqa: N802 - the visitor's naming
         self.generic_visit(node)
         return _guard_call("guard_concat", node.nodes, node)
+
+    def visit_Compare(self, node: nodes.Compare) -> nodes.Node:  # noqa: N802 - the visitor's naming
+        self.generic_visit(node)
+        node.expr = _guard_call("guard_value", [node.expr], node)
+        return node
+
+    def visit_Getitem(self, node: nodes.Getitem) -> nodes.Node:  # noqa: N802 - the visitor's naming
+        self.generic_visit(node)
+        if isinstance(node.arg, nodes.Slice):
+            node.node = _guard_call("guard_value", [node.node], node)
+        return node
 
 
 def render(template: Template, variables: Mapping[str, object]) -> str:
