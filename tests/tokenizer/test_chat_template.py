@@ -150,11 +150,11 @@ HOSTILE = {
 @pytest.mark.case("SC-20")
 @pytest.mark.parametrize("name", HOSTILE)
 def test_hostile_templates_are_stopped(name: str, tmp_path: Path) -> None:
-    started = time.perf_counter()
+    started = time.thread_time()  # a template cannot wait, and the machine may be busy
     messages = [dict(USER)]
     with pytest.raises((TemplateUnusableError, InvalidRequest)) as caught:
         ChatTemplate(HOSTILE[name], {}).render(messages)
-    assert time.perf_counter() - started < 2
+    assert time.thread_time() - started < 2
     assert 0 < len(str(caught.value)) <= 300
     assert messages == [USER]
     if isinstance(caught.value, InvalidRequest):
