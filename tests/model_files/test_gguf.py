@@ -120,9 +120,9 @@ def test_a_damaged_count_costs_nothing(place: str, count: int | str, tmp_path: P
         "strings": with_counts(0, 1, gguf_string("k") + struct.pack("<IIQ", 9, 8, number) + rest),
         "numbers": with_counts(0, 1, gguf_string("k") + struct.pack("<IIQ", 9, 0, number) + rest),
     }[place]
-    before, started = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss, time.perf_counter()
+    before, started = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss, time.process_time()
     refuse(raw, tmp_path)
-    assert time.perf_counter() - started < 1
+    assert time.process_time() - started < 1
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 100 * 1024  # KiB
 
 

@@ -97,9 +97,9 @@ def test_a_million_tensors_are_refused_before_they_are_parsed(tmp_path: Path) ->
     item = '"%07d":{"dtype":"F32","shape":[0],"data_offsets":[0,0]}'
     text = ("{" + ",".join([item % i for i in range(1_000_000)]) + "}").encode()
     raw = with_header(text)
-    started = time.perf_counter()
+    started = time.process_time()
     assert "at most" in refuse(raw, tmp_path)
-    assert time.perf_counter() - started < 1
+    assert time.process_time() - started < 1
 
 
 @pytest.mark.case("LD-09")
