@@ -23,6 +23,7 @@ class BoundedHeadProtocol(HttpToolsProtocol):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self._in_head = True
+        self._message_ended = False
         self._head_bytes = 0
         self._head_timer: asyncio.TimerHandle | None = None
 
@@ -37,10 +38,11 @@ class BoundedHeadProtocol(HttpToolsProtocol):
     def data_received(self, data: bytes) -> None:
         if self._in_head and self._head_timer is None:
             self._start_timer()
+        self._message_ended = False
         super().data_received(data)
-        if not self._in_head or self.transport.is_closing():
+        # A read that ended a message does not count: it may be all body (reads are bounded, so the next one counts).
+        if not self._in_head or self._message_ended or self.transport.is_closing():
             return
-        # A chunk that ended one message and began the next counts whole; it is far below the limit.
         self._head_bytes += len(data)
         if self._head_bytes > MAX_HEAD_BYTES:
             self.transport.write(_TOO_LARGE)
@@ -53,6 +55,7 @@ class BoundedHeadProtocol(HttpToolsProtocol):
 
     def on_message_complete(self) -> None:
         self._in_head = True
+        self._message_ended = True
         self._head_bytes = 0
         super().on_message_complete()
 

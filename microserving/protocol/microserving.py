@@ -81,12 +81,13 @@ class PrepRecvRequest(VerbRequest):
 
 
 class RemoteSendRequest(VerbRequest):
-    """recv_rank: the receiving rank; it must be the descriptor's."""
+    """recv_rank: the receiving rank; it must be the descriptor's. include_layer_times: answer when each layer was sent."""
 
     begin: Index
     end: Index
     kv_addr_info: str = Field(min_length=1, max_length=MAX_DESCRIPTOR_CHARS)
     recv_rank: int = Field(ge=0, le=INT32_MAX)
+    include_layer_times: bool = False
 
 
 class StartGenerateRequest(VerbRequest):
@@ -169,10 +170,10 @@ class EngineLoad(WireModel):
     counters: dict[str, Any] = Field(default_factory=dict)
 
 
-def remote_send_body(result: RemoteSendResult) -> dict[str, Any]:
-    """The answer of `remote_send`; the layer times only when they were recorded."""
+def remote_send_body(result: RemoteSendResult, *, include_layer_times: bool) -> dict[str, Any]:
+    """The answer of `remote_send`."""
     body = asdict(result)
-    if not result.layer_times_ns:
+    if not include_layer_times:
         del body["layer_times_ns"]
     return body
 

@@ -101,7 +101,7 @@ class Verbs:
             fields.recv_rank,
             fields.given_id or exchange.request_id,
         )
-        await exchange.reply_json(remote_send_body(result))
+        await exchange.reply_json(remote_send_body(result, include_layer_times=fields.include_layer_times))
 
     async def start_generate(self, exchange: Exchange) -> None:
         fields = self._parse(exchange, StartGenerateRequest)

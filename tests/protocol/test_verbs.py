@@ -112,7 +112,12 @@ def test_mlc_answers_are_understood() -> None:
 
 def test_remote_send_answers_survive_the_wire() -> None:
     result = RemoteSendResult(5, 4, 100, 1, 1.5, 0.5, 0.25)
-    assert validate(RemoteSendAnswer, parse_object(dump(remote_send_body(result)))).result() == result
+    assert (
+        validate(
+            RemoteSendAnswer, parse_object(dump(remote_send_body(result, include_layer_times=False)))
+        ).result()
+        == result
+    )
 
 
 def test_a_generation_request_survives_the_wire() -> None:

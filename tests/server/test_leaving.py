@@ -159,6 +159,10 @@ def test_a_huge_head_is_refused() -> None:
         # Many requests on one connection do not add up.
         for _ in range(20):
             assert engine.http.get("/health", headers={"x": "y" * 5000}).status_code == 200
+        # A body is not a head, whatever the size of the reads that bring it.
+        for _ in range(3):
+            body = {"model": MODEL, "prompt": [1], "max_tokens": 1, "padding": "z" * 5_000_000}
+            assert engine.post("/v1/completions", body).status_code == 200
 
 
 def test_eight_clients_with_one_request_id_header() -> None:
