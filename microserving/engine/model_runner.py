@@ -24,14 +24,16 @@ from microserving.engine.models.base import ModelSpec
 from microserving.engine.models.registry import model_class
 from microserving.engine.rope import RopeTable
 from microserving.engine.runner import LayerTimes, RunnerChunk, StepOutput
+from microserving.engine.tensors import Staging, pool_tensor
 from microserving.engine.weights import pack_matrix, pack_vector, tile_kind
-from microserving.errors import ModelLoadError
+from microserving.errors import InternalError, ModelLoadError
 from microserving.model_files import ModelConfig, WeightSource
 from microserving.protocol.kv_layout import KVLayout
 from microserving.transports.base import RemotePool
 
 Progress = Callable[[str, float], None]
-_ALIGNMENT = 64  # bytes; vector loads of the compiled code assume it
+_SPIN_COUNT = "5000"
+"""How often an idle worker looks for work before it sleeps: about 4 ms. TVM's default keeps a core busy for 200 ms."""
 
 
 class TVMModelRunner:
@@ -48,6 +50,7 @@ class TVMModelRunner:
             config.num_heads, layout.kv_heads, layout.head_dim, layout.page_size, layout.dtype
         )
         self._rope = RopeTable(layout.head_dim, config.rope_theta)
+        self._staging = Staging()
         self._thread: int | None = None
 
     @classmethod
@@ -78,7 +81,7 @@ class TVMModelRunner:
         names, *objects = compiled_model(spec, cache or CodeCache(cache_dir or default_cache_dir()), report)
         report("load", 0.0)
         parameters = [tvm.runtime.tensor(arrays.pop(name)[0]) for name in names.decode().split("\n")]
-        pool = _pool_tensor(pool_memory, layout, total_pages)
+        pool = pool_tensor(pool_memory, layout, total_pages)
         runner = cls(load_objects(tuple(objects)), parameters, config, layout, pool, threads)
         report("load", 1.0)
         return runner
@@ -131,6 +134,7 @@ class TVMModelRunner:
             np.int32
         )
         table = self._page_table(chunks, starts + counts)
+        _check_range("page", table, self.total_pages)
         page_size = self._layout.page_size
         slots = table[sequence, positions // page_size] * page_size + positions % page_size
         ids = np.array([token for chunk in chunks for token in chunk.token_ids], np.int32)
@@ -147,9 +151,8 @@ class TVMModelRunner:
             plan.decode.thread_tasks,
             plan.decode.merges,
         ]
-        workspace = tvm.runtime.empty(plan.decode.workspace, "float32")
-        logit_rows = tvm.runtime.tensor((ends[wanted] - 1).astype(np.int32))
-        return [*map(tvm.runtime.tensor, inputs), workspace, logit_rows, self._pool]
+        *placed, logit_rows = self._staging.place([*inputs, (ends[wanted] - 1).astype(np.int32)])
+        return [*placed, tvm.runtime.empty(plan.decode.workspace, "float32"), logit_rows, self._pool]
 
     def _page_table(
         self, chunks: Sequence[RunnerChunk], lengths: npt.NDArray[np.int32]
@@ -171,8 +174,9 @@ class TVMModelRunner:
             if chunk.put is not None:
                 slots[end : end + count] = chunk.put.slots
             end += count
+        _check_range("remote slot", slots, pool.total_pages * self._layout.page_size, lowest=-1)
         times = np.zeros((self._layout.layers, 3), np.int64)
-        remote = _pool_tensor(pool.memory, self._layout, pool.total_pages)
+        remote = pool_tensor(pool.memory, self._layout, pool.total_pages)
         return [remote, tvm.runtime.tensor(slots), tvm.runtime.tensor(times)]
 
     def _own_thread(self) -> None:
@@ -184,9 +188,13 @@ class TVMModelRunner:
 
 
 def set_tvm_threads(threads: int) -> None:
-    """Let kernels called from this thread use ``threads`` cores (this thread and workers that sleep when idle)."""
+    """Let kernels called from this thread use ``threads`` cores. Works until the thread's first parallel kernel.
+
+    TVM reads the environment when it makes the workers of a thread.
+    """
     os.environ["TVM_NUM_THREADS"] = str(threads)
     os.environ["TVM_BIND_THREADS"] = "0"  # two engines on a host must not be pinned to the same core
+    os.environ.setdefault("TVM_THREAD_POOL_SPIN_COUNT", _SPIN_COUNT)
     tvm.get_global_func("runtime.config_threadpool")(1, threads)
 
 
@@ -201,6 +209,12 @@ def _check_shapes(config: ModelConfig, layout: KVLayout) -> None:
         raise ModelLoadError("models with attention biases or QK norms are not supported yet")
 
 
+def _check_range(what: str, numbers: npt.NDArray[np.int32], end: int, lowest: int = 0) -> None:
+    """Kernels write where these numbers say: one that is wrong must not reach them."""
+    if numbers.min() < lowest or numbers.max() >= end:
+        raise InternalError(f"a {what} of this step is outside [{lowest}, {end})")
+
+
 def _pack(weights: WeightSource, report: Progress) -> dict[str, tuple[npt.NDArray[Any], Any]]:
     """Parameter -> (array, tile kind; None for a vector)."""
     parameters = model_class(weights.config.architecture).parameters_of(weights.config)
@@ -212,16 +226,3 @@ def _pack(weights: WeightSource, report: Progress) -> dict[str, tuple[npt.NDArra
         packed[name] = (pack_matrix(parts), tile_kind(parts)) if is_matrix else (pack_vector(parts[0]), None)
     report("weights", 1.0)
     return packed
-
-
-def _pool_tensor(memory: npt.NDArray[np.uint8], layout: KVLayout, total_pages: int) -> Any:
-    """``memory`` as a tensor, without a copy; the tensor keeps it mapped."""
-    size = layout.bytes_per_page * total_pages
-    if (
-        memory.dtype != np.uint8
-        or memory.ndim != 1
-        or memory.nbytes < size
-        or memory.ctypes.data % _ALIGNMENT
-    ):
-        raise ValueError(f"pool memory must be at least {size} bytes, uint8, aligned to {_ALIGNMENT}")
-    return tvm.runtime.from_dlpack(memory[:size].view(layout.dtype).reshape(layout.shape(total_pages)))

@@ -8,6 +8,7 @@ from __future__ import annotations
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -17,7 +18,7 @@ import pytest
 from microserving.engine.compiler import CodeCache
 from microserving.engine.model_runner import TVMModelRunner
 from microserving.engine.runner import RemotePut, RunnerChunk
-from microserving.errors import ModelLoadError
+from microserving.errors import InternalError, ModelLoadError
 from microserving.protocol.kv_layout import KVDtype
 from microserving.transports.base import RemotePool
 from tests.engine.random_weights import (
@@ -249,6 +250,26 @@ def test_pool_memory_must_fit_and_be_aligned(cache_dir: Path, runner: TVMModelRu
             TVMModelRunner.create(
                 TIED, layout=layout, total_pages=4, pool_memory=bad, threads=1, cache_dir=cache_dir
             )
+
+
+def test_a_page_or_slot_outside_its_pool_never_reaches_a_kernel(runner: TVMModelRunner, name: str) -> None:
+    for pages in ([PAGES], [-1]):
+        with pytest.raises(InternalError, match="page"):
+            runner.run([RunnerChunk([1], 0, pages, True)])
+    layout = layout_of(MODELS[name][0].config, MODELS[name][1])
+    remote = RemotePool(pool_memory(layout, 2), 2)
+    for slot in (32, -2):
+        put = RemotePut(remote, np.array([slot], np.int32))
+        with pytest.raises(InternalError, match="remote slot"):
+            runner.run([RunnerChunk([1], 0, [0], True, put)])
+
+
+def test_an_idle_worker_sleeps(runner: TVMModelRunner) -> None:
+    """The process uses almost no CPU time after a step: a spinning worker would take a core from the other engine."""
+    runner.run([RunnerChunk(TOKENS[:64], 0, pages_of(0), True)])
+    before = time.process_time()
+    threading.Event().wait(0.3)
+    assert time.process_time() - before < 0.1
 
 
 def test_importing_the_registry_does_not_import_tvm() -> None:

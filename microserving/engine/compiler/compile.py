@@ -38,7 +38,7 @@ def _pipeline() -> Any:
     """
     default = relax.get_pipeline("default")
 
-    @tvm.transform.module_pass(opt_level=0)
+    @tvm.transform.module_pass(opt_level=0)  # type: ignore[untyped-decorator]
     def assume_noalias(module: tvm.IRModule, _context: tvm.transform.PassContext) -> tvm.IRModule:
         module = default(module)
         for name, function in list(module.functions.items()):

@@ -184,4 +184,6 @@ def _add_norm(config: ModelConfig, x: Any, delta: Any | None, weight: Any) -> tu
     size, eps = config.hidden_size, config.rms_norm_eps
     if delta is None:
         return x, call(rms_norm_kernel(size, eps), "rms_norm", [x, weight], new(x.shape))
-    return call_inplace(add_rms_norm_kernel(size, eps), "add_rms_norm", [x, delta, weight], 0, new(x.shape))
+    kernel = add_rms_norm_kernel(size, eps)
+    x, normed = call_inplace(kernel, "add_rms_norm", [x, delta, weight], 0, new(x.shape))
+    return x, normed

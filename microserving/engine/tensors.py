@@ -1,0 +1,58 @@
+"""numpy memory as TVM tensors without a copy: KV pools, and the small arrays of a step.
+
+Owns: alignment. Compiled vector loads assume 64 bytes. Does not know what the arrays mean.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import tvm
+
+from microserving.protocol.kv_layout import KVLayout
+
+ALIGNMENT = 64
+_FIRST_STAGING_BYTES = 1 << 16
+
+
+def aligned_bytes(size: int) -> npt.NDArray[np.uint8]:
+    """Zeroed uint8 [size] that starts at a multiple of 64."""
+    memory = np.zeros(size + ALIGNMENT, np.uint8)
+    start = -memory.ctypes.data % ALIGNMENT
+    return memory[start : start + size]
+
+
+def pool_tensor(memory: npt.NDArray[np.uint8], layout: KVLayout, total_pages: int) -> Any:
+    """A KV pool's ``memory`` as a tensor of ``layout.shape``; the tensor keeps it mapped.
+
+    Raises ValueError when it is too small, not uint8 [n], or not aligned.
+    """
+    size = layout.bytes_per_page * total_pages
+    if memory.dtype != np.uint8 or memory.ndim != 1 or memory.nbytes < size or memory.ctypes.data % ALIGNMENT:
+        raise ValueError(f"pool memory must be at least {size} bytes, uint8, aligned to {ALIGNMENT}")
+    return tvm.runtime.from_dlpack(memory[:size].view(layout.dtype).reshape(layout.shape(total_pages)))
+
+
+class Staging:
+    """One block of memory that every step's input arrays are copied into: a tensor of its own costs 40 us each.
+
+    The tensors of one ``place`` are valid until the next; use from one thread.
+    """
+
+    def __init__(self) -> None:
+        self._memory = aligned_bytes(_FIRST_STAGING_BYTES)
+
+    def place(self, arrays: Sequence[npt.NDArray[Any]]) -> list[Any]:
+        """A tensor with the contents of each array, in order."""
+        ends = np.cumsum([-(-array.nbytes // ALIGNMENT) * ALIGNMENT for array in arrays]).tolist()
+        if ends[-1] > len(self._memory):
+            self._memory = aligned_bytes(2 * ends[-1])
+        return [self._placed(begin, array) for begin, array in zip([0, *ends[:-1]], arrays, strict=True)]
+
+    def _placed(self, begin: int, array: npt.NDArray[Any]) -> Any:
+        copy = self._memory[begin : begin + array.nbytes].view(array.dtype).reshape(array.shape)
+        np.copyto(copy, array)
+        return tvm.runtime.from_dlpack(copy)
