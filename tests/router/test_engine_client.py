@@ -345,7 +345,9 @@ def test_a_storm_of_cancellations_leaves_no_connection_in_use() -> None:
             await asyncio.gather(*map(one, range(first, first + 20)))
         engine.stream = list(STREAM)
         assert len(await collect(client.start_generate(REQUEST))) == 2
-        assert client._http._connections.busy == 0
+        connections = client._http._connections
+        assert connections.busy == 0
+        assert all(connection.is_idle() for connection in connections._idle)
         assert not client._http._waits
 
     with_engine(scenario)

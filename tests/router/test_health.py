@@ -222,6 +222,11 @@ def test_a_broken_connection_asks_for_a_probe_at_once() -> None:
         watch = watched(stack, [], [engine], interval_s=30)
         await watch.monitor.connect(5)
         watch.monitor.start()
+        async with asyncio.timeout(5):
+            while not watch.registry.peers[0].suspect._waiters:  # type: ignore[attr-defined]  # noqa: ASYNC110
+                await asyncio.sleep(
+                    0.002
+                )  # until the first probe is over and the next one half a minute away
         engine.stream = [STREAM[0], RuntimeError("dies")]
         with pytest.raises(EngineUnavailable):
             await collect(next(iter(watch.registry.cluster.decode)).start_generate(REQUEST))

@@ -161,6 +161,34 @@ def test_what_a_program_forgets_is_freed(behaviour: Any) -> None:
     asyncio.run(scenario())
 
 
+def test_streams_that_a_program_leaves_are_closed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not some time later by the garbage collector: the connection behind it is what an engine sees."""
+    closed: list[str] = []
+
+    async def endless(request: Request, *, begin: int = 0) -> AsyncIterator[GenerationChunk]:
+        try:
+            while True:
+                yield GenerationChunk(text="a")
+        finally:
+            closed.append(request.request_id)
+
+    kept: list[AsyncIterator[GenerationChunk]] = []
+
+    async def keeps(request: Request, cluster: Cluster) -> AsyncIterator[Any]:
+        kept.append(cluster.decode.round_robin().start_generate(request))
+        yield await anext(kept[0])
+        yield LAST
+
+    async def scenario() -> None:
+        hosted = Hosted(Bad(keeps))
+        monkeypatch.setattr(hosted.cluster["decode-0"], "start_generate", endless)
+        assert (await collect(hosted.host.generate(generation())))[-1] == LAST
+        await hosted.settle()
+        assert closed == ["r"]
+
+    asyncio.run(scenario())
+
+
 def test_in_flight_counts_from_reservation_to_end() -> None:
     seen: list[int] = []
 
