@@ -62,8 +62,9 @@ class Router:
     async def end_requests(self) -> None:
         """Take no more requests, and end those that run with an error."""
         self._host.refuse_requests()
+        await self._monitor.stop()
         for peer in self._registry.peers:
-            peer.client.give_up("is not waited for any more: the router stops")
+            peer.client.give_up("was given up: the router stops")
 
     async def stop(self) -> None:
         """Give back all that requests held, and end every task. Idempotent."""

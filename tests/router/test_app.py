@@ -220,6 +220,7 @@ def test_stopping_ends_what_runs_with_an_error(stage: str) -> None:
         response = await running
         assert response.status_code == 502
         assert "the router stops" in response.json()["error"]["message"]
+        assert {engine["state"] for engine in (await setup.stats())["engines"]} == {"up"}
         assert (await setup.complete()).status_code == 503
         frozen.thawed.set()
         await setup.router.stop()
