@@ -16,7 +16,7 @@ import numpy.typing as npt
 import tvm
 from tvm import relax
 
-from microserving.engine.compiler import CodeCache, default_cache_dir, load_objects
+from microserving.engine.compiler import CodeCache, load_objects
 from microserving.engine.compiler.model import compiled_model
 from microserving.engine.kernels.common import detect_isa
 from microserving.engine.kernels.plan import AttentionShape, plan_attention
@@ -27,7 +27,7 @@ from microserving.engine.runner import LayerTimes, RunnerChunk, StepOutput
 from microserving.engine.tensors import Staging, pool_tensor
 from microserving.engine.weights import pack_matrix, pack_vector, tile_kind
 from microserving.errors import InternalError, ModelLoadError
-from microserving.model_files import ModelConfig, WeightSource
+from microserving.model_files import ModelConfig, WeightSource, default_cache_dir
 from microserving.protocol.kv_layout import KVLayout
 from microserving.transports.base import RemotePool
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from microserving.engine.compiler import CodeCache, cache_key, default_cache_dir
+from microserving.engine.compiler import CodeCache, cache_key
 
 OBJECTS = (b"names", b"\x7fELF" + bytes(range(256)), b"")
 
@@ -88,11 +88,3 @@ def test_the_key_depends_on_parts_and_sources(tmp_path: Path) -> None:
     assert key != cache_key({"a": 2, "b": [2]}, [tmp_path])
     source.write_text("two")
     assert key != cache_key({"a": 1, "b": [2]}, [tmp_path])
-
-
-def test_the_default_directory_follows_xdg(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("XDG_CACHE_HOME", "/somewhere")
-    assert default_cache_dir() == Path("/somewhere/microserving")
-    monkeypatch.delenv("XDG_CACHE_HOME")
-    monkeypatch.setenv("HOME", "/home/someone")
-    assert default_cache_dir() == Path("/home/someone/.cache/microserving")

@@ -10,7 +10,6 @@ import fcntl
 import hashlib
 import json
 import logging
-import os
 import struct
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -21,12 +20,6 @@ logger = logging.getLogger(__name__)
 
 _MAGIC = b"MSVCODE1"
 _CODE_PACKAGES = ("apache-tvm", "apache-tvm-ffi-orcjit")
-
-
-def default_cache_dir() -> Path:
-    """``$XDG_CACHE_HOME/microserving``, else ``~/.cache/microserving``."""
-    base = os.environ.get("XDG_CACHE_HOME")
-    return (Path(base) if base else Path.home() / ".cache") / "microserving"
 
 
 def cache_key(parts: Mapping[str, object], sources: Sequence[Path]) -> str:
