@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from microserving.engine.kernels.common import detect_isa, make_isa
-from microserving.engine.kernels.matmul import MatmulShape, matmul_kernel
+from microserving.engine.kernels.matmul import MatmulShape, TileKind, matmul_kernel
 from microserving.engine.weights import pack_matrix, tile_kind
 from microserving.errors import ModelLoadError
 from microserving.model_files import Weight, WeightKind
@@ -99,6 +99,16 @@ def test_other_register_blocks_give_the_same_bits() -> None:
         y = tvm.runtime.empty((len(x), case[1]), "float32")
         function(tvm.runtime.tensor(x), tiles, y)
         assert np.array_equal(y.numpy(), alone(case)[:31])
+
+
+@pytest.mark.parametrize("kind", ["q4", "q8", "f16"])
+def test_the_avx512_code_compiles_anywhere(kind: TileKind) -> None:
+    isa = make_isa("avx512", frozenset({"avx512_vnni"}))
+    kernel = matmul_kernel(MatmulShape(kind, 48, 64), isa).with_attr("global_symbol", "matmul")
+    target = tvm.target.Target(isa.target)
+    with target:
+        code = tvm.compile(tvm.IRModule({"matmul": kernel}), target).mod.inspect_source("asm")
+    assert "zmm" in code
 
 
 def test_mixed_formats_are_stacked_without_loss() -> None:

@@ -5,6 +5,7 @@ Pools are filled with NaN, so that a read of a slot that was never written shows
 
 from __future__ import annotations
 
+import itertools
 import subprocess
 import sys
 import threading
@@ -79,7 +80,7 @@ def prefill(
 ) -> np.ndarray:
     """The logits of the last token; ``cuts``: where a new step begins."""
     edges = [0, *cuts, len(tokens)]
-    for begin, end in zip(edges, edges[1:], strict=False):
+    for begin, end in itertools.pairwise(edges):
         out = runner.run([RunnerChunk(tokens[begin:end], begin, pages, True)])
     return out.logits[0]
 
@@ -147,6 +148,17 @@ def test_threads_change_no_bit(name: str, cache_dir: Path, expected: dict[int, n
     assert np.array_equal(found[0], expected[530])
 
 
+def test_another_instruction_set_changes_no_bit(cache_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Code for baseline x86-64 (or ARM) blocks registers differently and may lack an FMA: only speed differs."""
+    best = make("tied", cache_dir)
+    monkeypatch.setenv("MICROSERVING_ISA", "generic")
+    generic = make("tied", cache_dir)
+    for length in (1, 17, 130):
+        cuts = [1] if length > 1 else []
+        tokens, pages = TOKENS[:length], pages_of(7)
+        assert np.array_equal(prefill(generic, tokens, pages, cuts), prefill(best, tokens, pages))
+
+
 def test_a_put_leaves_the_same_bits_in_the_other_pool(
     name: str, runner: TVMModelRunner, expected: dict[int, np.ndarray]
 ) -> None:
@@ -188,13 +200,14 @@ def _rows(pool: np.ndarray, slots: np.ndarray) -> np.ndarray:
     return np.stack([np.stack(part, axis=1) for part in parts], axis=1)
 
 
-def test_a_second_runner_does_not_compile(tmp_path: Path, cache_dir: Path, runner: TVMModelRunner) -> None:
+def test_a_second_runner_does_not_compile(cache_dir: Path) -> None:
+    make("tied", cache_dir)
     again = CodeCache(cache_dir)
     make("tied", cache_dir, cache=again)
     assert again.builds == 0
 
 
-def test_a_corrupt_cache_entry_is_rebuilt(cache_dir: Path, runner: TVMModelRunner) -> None:
+def test_a_corrupt_cache_entry_is_rebuilt(cache_dir: Path) -> None:
     make("tied", cache_dir)
     for file in (cache_dir / "code").glob("*.bin"):
         file.write_bytes(file.read_bytes()[:1000])
@@ -214,7 +227,8 @@ def test_properties(name: str, runner: TVMModelRunner) -> None:
     assert runner.kv_bytes_per_token == 2 * 2 * 2 * 16 * (2 if name == "tied" else 4)
 
 
-def test_progress_names_the_stages(cache_dir: Path, runner: TVMModelRunner) -> None:
+def test_progress_names_the_stages(cache_dir: Path) -> None:
+    make("tied", cache_dir)
     layout, seen = layout_of(TIED.config, "float16"), []
     TVMModelRunner.create(
         TIED,
@@ -242,7 +256,7 @@ def test_what_the_kernels_cannot_run_is_refused_before_anything_is_packed(tmp_pa
         )
 
 
-def test_pool_memory_must_fit_and_be_aligned(cache_dir: Path, runner: TVMModelRunner) -> None:
+def test_pool_memory_must_fit_and_be_aligned(cache_dir: Path) -> None:
     layout = layout_of(TIED.config, "float16")
     memory = pool_memory(layout, 5)
     for bad in (memory[: layout.bytes_per_page * 4 - 1], memory[8:]):
