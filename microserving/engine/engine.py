@@ -34,7 +34,7 @@ from microserving.engine.tasks import (
     Work,
     is_over,
 )
-from microserving.engine.validation import check_generation, check_prompt, check_send, resolve_index
+from microserving.engine.validation import check_generation, check_prompt, check_send
 from microserving.errors import (
     EngineUnavailable,
     InternalError,
@@ -44,6 +44,7 @@ from microserving.errors import (
     RequestAborted,
 )
 from microserving.protocol.generation import GenerationRequest
+from microserving.protocol.microserving import resolve_index
 from microserving.scheduler import Chunk, LeasedPages, Scheduler, SchedulerConfig, SequenceKind, SequenceState
 from microserving.scheduler import Sequence as TokenSequence
 from microserving.transports.base import Lease
@@ -115,7 +116,7 @@ class Engine:
         """
         prompt = request.prompt_token_ids
         max_output = check_generation(request, vocab_size=self._vocab_size, max_context=self._max_context)
-        wanted = 0 if begin is None else resolve_index("begin", begin, len(prompt))
+        wanted = 0 if begin is None else resolve_index(begin, len(prompt), param="begin")
         output = OutputProcessor(
             self._tokenizer.detokenizer(),
             request.stop,
@@ -193,7 +194,7 @@ class Engine:
         """
         prompt = tuple(prompt_token_ids)
         check_prompt(prompt, vocab_size=self._vocab_size, max_context=self._max_context)
-        end = resolve_index("end", end, len(prompt))
+        end = resolve_index(end, len(prompt), param="end")
         with self._lock:
             self._require_open()
             self._expire()
@@ -401,7 +402,7 @@ class Engine:
         return Reservation(
             request_id=lease.request_id,
             lease_id=lease.lease_id,
-            prompt_length=len(lease.prompt),
+            prompt_token_ids=lease.prompt,
             prefix_matched_length=lease.begin,
             end=lease.end,
             slots=slots.astype(np.int32),

@@ -25,6 +25,7 @@ from microserving.protocol.kv_descriptor import (
     check_slots_fit,
     decode_descriptor,
     encode_descriptor,
+    hash_prompt,
     segments_from_slots,
     slots_from_segments,
 )
@@ -79,6 +80,7 @@ class HandoffReceiver:
                 lease_id=reservation.lease_id,
                 layout_hash=self._layout.hash,
                 model_hash=self._model_hash,
+                prompt_hash=hash_prompt(reservation.prompt_token_ids[: reservation.end]),
                 begin=reservation.prefix_matched_length,
                 segments=segments_from_slots(reservation.slots),
                 nbytes=len(reservation.slots) * self._layout.bytes_per_token,
@@ -146,7 +148,7 @@ class HandoffSender:
         gone or silent), or what the engine raises. On every failure, cancellation too, the receiver is told once no
         put runs any more, so it does not wait.
         """
-        descriptor = self._checked(prompt, SendRange(begin, end, recv_rank), kv_addr_info)
+        descriptor = self._checked(SendRange(prompt, begin, end, recv_rank), kv_addr_info)
         if self._closed:
             raise EngineUnavailable("this engine is stopping")
         if begin == end:
@@ -171,9 +173,11 @@ class HandoffSender:
         await asyncio.gather(*running, return_exceptions=True)
         self._threads.shutdown(wait=False)  # idle by now
 
-    def _checked(self, prompt: Sequence[int], wanted: SendRange, kv_addr_info: str) -> KVDescriptor:
-        if not 0 <= wanted.end <= len(prompt):
-            raise InvalidRequest(f"end is {wanted.end}, the prompt has {len(prompt)} tokens", param="end")
+    def _checked(self, wanted: SendRange, kv_addr_info: str) -> KVDescriptor:
+        if not 0 <= wanted.end <= len(wanted.prompt):
+            raise InvalidRequest(
+                f"end is {wanted.end}, the prompt has {len(wanted.prompt)} tokens", param="end"
+            )
         if not 0 <= wanted.begin <= wanted.end:
             raise InvalidRequest(f"begin is {wanted.begin}, outside [0, {wanted.end}]", param="begin")
         descriptor = decode_descriptor(kv_addr_info, self._secret)

@@ -63,7 +63,7 @@ class SendDone:
 
 @dataclass(frozen=True, slots=True)
 class Reservation:
-    """Pages reserved for the K/V of ``prompt[:end]``; the writer fills positions [prefix_matched_length, end).
+    """Pages reserved for the K/V of ``prompt_token_ids[:end]``; the writer fills positions [prefix_matched_length, end).
 
     slots: int32 [end - prefix_matched_length], this engine's slot (page * page_size + offset) of each position to be
     written. lease_ttl_s: seconds from now until the lease expires unless it is renewed or written to.
@@ -71,11 +71,15 @@ class Reservation:
 
     request_id: str
     lease_id: int
-    prompt_length: int
+    prompt_token_ids: tuple[int, ...]
     prefix_matched_length: int
     end: int
     slots: npt.NDArray[np.int32]
     lease_ttl_s: float
+
+    @property
+    def prompt_length(self) -> int:
+        return len(self.prompt_token_ids)
 
 
 @dataclass(frozen=True, slots=True)

@@ -43,6 +43,7 @@ class KVDescriptor:
     """Where the KV of prompt positions [begin, begin + slot_count) goes.
 
     engine_id, epoch, rank: the receiving engine, this very process of it, and its rank. lease_id: its reservation.
+    prompt_hash: ``hash_prompt`` of the positions [0, end) that were reserved for.
     segments: ``[n, begin_1, len_1, ...]``, n runs of consecutive absolute slots (page * page_size + offset) in the
     receiver's pool, in position order. nbytes: K and V of all these slots over all layers. expires_at: unix seconds.
     """
@@ -54,6 +55,7 @@ class KVDescriptor:
     lease_id: int
     layout_hash: str
     model_hash: str
+    prompt_hash: str
     begin: int
     segments: tuple[int, ...]
     nbytes: int
@@ -66,11 +68,17 @@ class KVDescriptor:
 
 @dataclass(frozen=True, slots=True)
 class SendRange:
-    """What a `remote_send` asks for: the prompt positions [begin, end) and the receiver's rank."""
+    """What a `remote_send` asks for: positions [begin, end) of ``prompt`` and the receiver's rank."""
 
+    prompt: Sequence[int]
     begin: int
     end: int
     recv_rank: int
+
+
+def hash_prompt(token_ids: Sequence[int]) -> str:
+    """32 hex digits: the first half of the SHA-256 over the ids as int32, little-endian."""
+    return hashlib.sha256(np.asarray(token_ids, "<i4").tobytes()).hexdigest()[:32]
 
 
 def check_secret(secret: bytes | None) -> bytes | None:
@@ -178,6 +186,7 @@ def _typed(payload: dict[str, object]) -> KVDescriptor:
         lease_id=_integer(payload, "lease_id", _MAX_COUNT),
         layout_hash=_name(payload, "layout_hash"),
         model_hash=_name(payload, "model_hash"),
+        prompt_hash=_name(payload, "prompt_hash"),
         begin=_integer(payload, "begin", _MAX_SLOT),
         segments=_segments(payload["segments"]),
         nbytes=_integer(payload, "nbytes", _MAX_COUNT),
@@ -239,9 +248,9 @@ def _segments(value: object) -> tuple[int, ...]:
 def check_descriptor(
     descriptor: KVDescriptor, wanted: SendRange, *, layout: KVLayout, model_hash: str, now: float
 ) -> None:
-    """Refuse a descriptor that is not for this model, this layout and this range, or has expired. now: unix seconds.
+    """Refuse a descriptor that is not for this model, layout, prompt and range, or has expired. now: unix seconds.
 
-    Raises InvalidRequest naming the field at fault; LeaseError when expired.
+    wanted: its range lies inside its prompt, whose ids fit int32. Raises InvalidRequest naming the field at fault; LeaseError when expired.
     """
     if descriptor.layout_hash != layout.hash:
         raise _bad(f"is for another KV layout: {layout.hash} here, {descriptor.layout_hash} there")
@@ -264,6 +273,8 @@ def check_descriptor(
         )
     if descriptor.nbytes != count * layout.bytes_per_token:
         raise _bad(f"has {descriptor.nbytes} bytes for {count} slots of {layout.bytes_per_token} bytes")
+    if descriptor.prompt_hash != hash_prompt(wanted.prompt[: wanted.end]):
+        raise InvalidRequest("the prompt is not the one that the descriptor was made for", param="prompt")
     if now >= descriptor.expires_at:
         raise LeaseError("the reservation has expired", param=_PARAM)
 

@@ -602,7 +602,7 @@ def test_a_bad_reservation_is_refused(
 
 
 def test_an_end_beyond_the_prompt_says_by_how_much() -> None:
-    with pytest.raises(InvalidRequest, match="end 400 exceeds the prompt length of 90 tokens"):
+    with pytest.raises(InvalidRequest, match="end is 400, but the prompt has 90 tokens"):
         Node().engine.prep_recv("r", tuple(prompt_of(90)), 400)
 
 

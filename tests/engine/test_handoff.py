@@ -124,7 +124,7 @@ class Setup:
         receiver = HandoffReceiver(
             EngineIdentity("d0", "e1", 0), LAYOUT, "m1", SECRET, wall=lambda: self.wall
         )
-        text = receiver.descriptor(Reservation("r1", 9, len(PROMPT), begin, end, slots, 30.0))
+        text = receiver.descriptor(Reservation("r1", 9, tuple(PROMPT), begin, end, slots, 30.0))
         if changes:
             return encode_descriptor(replace(decode_descriptor(text, SECRET), **changes), SECRET)
         return text
@@ -227,6 +227,7 @@ def test_nothing_to_send_is_done_at_once(setup: Setup) -> None:
         ({"end": 39}, "end"),
         ({"begin": 3}, "begin"),
         ({"recv_rank": 1}, "recv_rank"),
+        ({"prompt": [PROMPT[0] + 1, *PROMPT[1:]]}, "prompt"),
         ({"kv_addr_info": "garbage"}, "kv_addr_info"),
         ({"kv_addr_info": ""}, "kv_addr_info"),
     ],

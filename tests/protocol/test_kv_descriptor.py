@@ -40,12 +40,15 @@ GOOD = KVDescriptor(
     lease_id=7,
     layout_hash=LAYOUT.hash,
     model_hash="abc123",
+    # sha256sum of the 23 ids as int32, little-endian (written with struct, cut to 32 digits)
+    prompt_hash="6d90e5acb2090e6538833f2481525976",
     begin=3,
     segments=(2, 19, 13, 64, 7),
     nbytes=20 * 96,
     expires_at=1000.5,
 )
-WANTED = SendRange(begin=3, end=23, recv_rank=0)
+PROMPT = list(range(100, 130))
+WANTED = SendRange(PROMPT, begin=3, end=23, recv_rank=0)
 
 
 def _payload(**changes: Any) -> dict[str, Any]:
@@ -178,7 +181,7 @@ def test_a_wrong_integer(field: str, value: object) -> None:
 
 
 @pytest.mark.parametrize("value", ["", " ", "a/b", "../x", "a\n", "x" * 129, 1, None, ["a"], "\ud800"])
-@pytest.mark.parametrize("field", ["engine_id", "epoch", "layout_hash", "model_hash"])
+@pytest.mark.parametrize("field", ["engine_id", "epoch", "layout_hash", "model_hash", "prompt_hash"])
 def test_a_wrong_name(field: str, value: object) -> None:
     _refused(_signed(_payload(**{field: value})), f"wrong {field}")
 
@@ -320,18 +323,33 @@ def test_another_model_names_both() -> None:
 @pytest.mark.parametrize(
     ("wanted", "param"),
     [
-        (SendRange(3, 22, 0), "end"),
-        (SendRange(3, 24, 0), "end"),
-        (SendRange(2, 22, 0), "begin"),
-        (SendRange(4, 24, 0), "begin"),
-        (SendRange(3, 23, 1), "recv_rank"),
-        (SendRange(3, 23, -1), "recv_rank"),
+        (SendRange(PROMPT, 3, 22, 0), "end"),
+        (SendRange(PROMPT, 3, 24, 0), "end"),
+        (SendRange(PROMPT, 2, 22, 0), "begin"),
+        (SendRange(PROMPT, 4, 24, 0), "begin"),
+        (SendRange(PROMPT, 3, 23, 1), "recv_rank"),
+        (SendRange(PROMPT, 3, 23, -1), "recv_rank"),
     ],
 )
 def test_another_range_or_rank(wanted: SendRange, param: str) -> None:
     with pytest.raises(InvalidRequest) as caught:
         _check(GOOD, wanted)
     assert caught.value.param == param
+
+
+@pytest.mark.parametrize("position", [0, 3, 22])
+def test_another_prompt_in_the_same_range_is_refused(position: int) -> None:
+    """A router that mixes up two requests; the positions below begin count too, the KV depends on them."""
+    other = [*PROMPT]
+    other[position] += 1
+    with pytest.raises(InvalidRequest) as caught:
+        _check(GOOD, replace(WANTED, prompt=other))
+    assert caught.value.param == "prompt"
+
+
+def test_the_prompt_behind_end_does_not_matter() -> None:
+    _check(GOOD, replace(WANTED, prompt=PROMPT[:23]))
+    _check(GOOD, replace(WANTED, prompt=[*PROMPT[:23], 5, 5]))
 
 
 @pytest.mark.parametrize("now", [1000.5, 1000.6, 2e9])
