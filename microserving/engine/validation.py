@@ -1,4 +1,4 @@
-"""What an engine refuses, and how relative indices are read (WIRE: "Index rules").
+"""What an engine refuses.
 
 Pure functions over the request and the engine's limits; each raises the error that the client shall see.
 """
@@ -54,7 +54,9 @@ def check_send(job: SendJob, *, vocab_size: int, max_context: int) -> None:
     """Raises InvalidRequest, ContextLengthExceeded. ``begin`` and ``end`` are absolute here."""
     check_prompt(job.prompt_token_ids, vocab_size=vocab_size, max_context=max_context)
     if not 0 <= job.end <= len(job.prompt_token_ids):
-        raise InvalidRequest(_exceeds("end", job.end, len(job.prompt_token_ids)), param="end")
+        raise InvalidRequest(
+            f"end is {job.end}, but the prompt has {len(job.prompt_token_ids)} tokens", param="end"
+        )
     if not 0 <= job.begin <= job.end:
         raise InvalidRequest(f"begin {job.begin} is not in [0, end = {job.end}]", param="begin")
     if job.slots.shape != (job.end - job.begin,):
@@ -62,18 +64,3 @@ def check_send(job: SendJob, *, vocab_size: int, max_context: int) -> None:
             f"{job.slots.size} slots for the {job.end - job.begin} tokens of [begin, end)",
             param="kv_addr_info",
         )
-
-
-def resolve_index(name: str, index: int, prompt_tokens: int) -> int:
-    """``index`` as an absolute one in [0, prompt_tokens]; a negative one counts from the end.
-
-    Raises InvalidRequest that names the field ``name``.
-    """
-    absolute = index + prompt_tokens if index < 0 else index
-    if not 0 <= absolute <= prompt_tokens:
-        raise InvalidRequest(_exceeds(name, index, prompt_tokens), param=name)
-    return absolute
-
-
-def _exceeds(name: str, index: int, prompt_tokens: int) -> str:
-    return f"{name} {index} exceeds the prompt length of {prompt_tokens} tokens"

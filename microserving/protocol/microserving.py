@@ -19,8 +19,6 @@ from microserving.protocol.openai import INT32_MAX, MAX_NAME_CHARS, CompletionRe
 from microserving.protocol.sse import DONE_DATA
 
 PROTOCOL_VERSION: Final = 1
-MAX_DESCRIPTOR_CHARS: Final = 16 * 2**20
-"""Limit of `kv_addr_info`: a descriptor of the longest prompt, one segment per page, stays well below it."""
 
 Index = Annotated[int, Field(ge=-(2**31), le=INT32_MAX)]
 RequestId = Annotated[str, Field(min_length=1, max_length=MAX_NAME_CHARS)]
@@ -81,11 +79,13 @@ class PrepRecvRequest(VerbRequest):
 
 
 class RemoteSendRequest(VerbRequest):
-    """recv_rank: the receiving rank; it must be the descriptor's. include_layer_times: answer when each layer was sent."""
+    """kv_addr_info: bounded by ``kv_descriptor``, which alone reads it. recv_rank: the receiving rank; it must be the
+    descriptor's. include_layer_times: answer when each layer was sent.
+    """
 
     begin: Index
     end: Index
-    kv_addr_info: str = Field(min_length=1, max_length=MAX_DESCRIPTOR_CHARS)
+    kv_addr_info: str = Field(min_length=1)
     recv_rank: int = Field(ge=0, le=INT32_MAX)
     include_layer_times: bool = False
 
