@@ -1,70 +1,118 @@
-"""The app factory: OpenAI's routes over one backend, plus whatever routes the caller brings."""
+"""The app factory: OpenAI's routes over one backend, plus whatever routes the caller brings.
+
+A FastAPI app (`/docs`, `/openapi.json`) around hot routes that it does not touch.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
-from starlette.applications import Starlette
+from fastapi import APIRouter, FastAPI
+from fastapi.openapi.utils import get_openapi
 from starlette.requests import Request
 from starlette.responses import Response
-from starlette.routing import BaseRoute
-from starlette.types import Lifespan
+from starlette.types import Lifespan, Receive, Scope, Send
 
+import microserving
 from microserving.errors import EngineUnavailable
 from microserving.front.backend import Backend
-from microserving.front.exchange import Exchange, Handler, plain_error, route
+from microserving.front.control import control_router, plain_response
+from microserving.front.exchange import Endpoint
 from microserving.front.openai_api import OpenAIFront
+from microserving.front.openapi import HotRoute, add_hot_routes
 from microserving.front.settings import FrontSettings
-from microserving.protocol.responses import dump
+from microserving.protocol.openai import ChatCompletionRequest, CompletionRequest
+from microserving.protocol.responses import ModelCard, ModelList, Status
+
+
+class FrontApp(FastAPI):
+    """Hot routes are answered before FastAPI's middlewares and router: each is an ``Endpoint`` found by its path."""
+
+    def __init__(
+        self, title: str, hot_routes: Sequence[HotRoute], settings: FrontSettings, **options: Any
+    ) -> None:
+        """options: of FastAPI."""
+        super().__init__(
+            title=title,
+            version=microserving.__version__,
+            redoc_url=None,
+            swagger_ui_oauth2_redirect_url=None,
+            redirect_slashes=False,
+            exception_handlers={404: _unknown_route, 405: _wrong_method},
+            **options,
+        )
+        self._hot_routes = tuple(hot_routes)
+        self._endpoints = {route.path: Endpoint(route.handler, settings) for route in hot_routes}
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "http":
+            endpoint = self._endpoints.get(scope["path"])
+            if endpoint is not None and scope["method"] == "POST":
+                await endpoint(scope, receive, send)
+                return
+            if endpoint is not None:
+                refusal = plain_response(405, "method_not_allowed", {"allow": "POST"})
+                await refusal(scope, receive, send)
+                return
+            if scope["method"] == "HEAD":  # FastAPI's routes do not take it; the server sends no body
+                scope = {**scope, "method": "GET"}
+        await super().__call__(scope, receive, send)
+
+    def openapi(self) -> dict[str, Any]:
+        """The document, made once."""
+        if self.openapi_schema is None:
+            document = get_openapi(title=self.title, version=self.version, routes=self.routes)
+            add_hot_routes(document, self._hot_routes)
+            self.openapi_schema = document
+        return self.openapi_schema
 
 
 def create_front(
     backend: Backend,
     settings: FrontSettings | None = None,
     *,
-    extra_routes: Sequence[BaseRoute] = (),
-    lifespan: Lifespan[Starlette] | None = None,
+    title: str = "microserving",
+    hot_routes: Sequence[HotRoute] = (),
+    control: APIRouter | None = None,
+    lifespan: Lifespan[FastAPI] | None = None,
     alive: Callable[[], bool] | None = None,
-) -> Starlette:
-    """An ASGI app. extra_routes: made with ``route``. alive: what `/health` tells (default: always, as it answers)."""
+) -> FastAPI:
+    """An ASGI app. hot_routes, control (a ``control_router``): what the caller serves beside `/v1`.
+
+    alive: what `/health` tells (default: always, as it answers).
+    """
     settings = settings or FrontSettings()
     front = OpenAIFront(backend, settings)
-    routes: list[BaseRoute] = [
-        route("POST", "/v1/completions", front.completions, settings),
-        route("POST", "/v1/chat/completions", front.chat_completions, settings),
-        route("GET", "/v1/models", front.models, settings),
-        route("GET", "/v1/models/{model_id:path}", front.model, settings),
-        route("GET", "/health", _health(alive), settings),
-        route("GET", "/ready", front.ready, settings),
-        *extra_routes,
+    own = [
+        HotRoute("/v1/completions", front.completions, "Continue prompts", CompletionRequest),
+        HotRoute("/v1/chat/completions", front.chat_completions, "Answer a chat", ChatCompletionRequest),
     ]
-    app = Starlette(
-        routes=routes,
-        lifespan=lifespan,
-        exception_handlers={404: _unknown_route, 405: _wrong_method},
-    )
-    app.router.redirect_slashes = False
+    app = FrontApp(title, [*own, *hot_routes], settings, lifespan=lifespan)
+    router = control_router()
+    router.add_api_route("/v1/models", front.models, response_model=ModelList)
+    router.add_api_route("/v1/models/{model_id:path}", front.model, response_model=ModelCard)
+    router.add_api_route("/health", _health(alive), response_model=Status)
+    router.add_api_route("/ready", front.ready, response_model=Status)
+    app.include_router(router)
+    if control is not None:
+        app.include_router(control)
     return app
 
 
-def _health(alive: Callable[[], bool] | None) -> Handler:
-    async def health(exchange: Exchange) -> None:
+def _health(alive: Callable[[], bool] | None) -> Callable[[], Any]:
+    async def health() -> Status:
+        """Whether the process works."""
         if alive is not None and not alive():
             raise EngineUnavailable("the engine has failed")
-        await exchange.reply_json({"status": "ok"})
+        return Status(status="ok")
 
     return health
 
 
-def _unknown_route(_: Request, __: Exception) -> Response:
-    return _plain(404, "unknown_url")
+async def _unknown_route(_: Request, __: Exception) -> Response:
+    return plain_response(404, "unknown_url")
 
 
-def _wrong_method(_: Request, error: Exception) -> Response:
-    return _plain(405, "method_not_allowed", getattr(error, "headers", None))
-
-
-def _plain(status: int, code: str, headers: dict[str, str] | None = None) -> Response:
-    return Response(
-        dump(plain_error(status, code)), status_code=status, headers=headers, media_type="application/json"
-    )
+async def _wrong_method(_: Request, error: Exception) -> Response:
+    return plain_response(405, "method_not_allowed", getattr(error, "headers", None))

@@ -11,13 +11,12 @@ import logging
 import math
 import re
 import uuid
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 from http import HTTPStatus
 from typing import Any
 
 from starlette.datastructures import Headers
-from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
 from microserving.errors import (
@@ -54,7 +53,6 @@ class Exchange:
     begins. The answer is either one ``reply`` or a stream (``send_event`` ..., then ``end_stream``)."""
 
     request_id: str
-    path_params: Mapping[str, Any]
     body: bytes
     headers: list[tuple[bytes, bytes]]
     _send: Send
@@ -100,7 +98,7 @@ class Exchange:
             self._replied = True
             await self._write(encode_event(body), more=False)
         else:
-            await self.reply(body, status=http_status(error), headers=_error_headers(error))
+            await self.reply(body, status=http_status(error), headers=error_headers(error))
 
     async def _write(self, data: bytes, *, more: bool = True) -> None:
         await self._send({"type": "http.response.body", "body": data, "more_body": more})
@@ -110,7 +108,7 @@ Handler = Callable[[Exchange], Awaitable[None]]
 
 
 class Endpoint:
-    """A handler as an ASGI app: reads the body, watches for the client's leaving, answers errors."""
+    """A handler as an ASGI app for POST: reads the body, watches for the client's leaving, answers errors."""
 
     def __init__(self, handler: Handler, settings: FrontSettings) -> None:
         self._handler = handler
@@ -118,10 +116,9 @@ class Endpoint:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         request_id = uuid.uuid4().hex
-        echoed = _client_id(Headers(scope=scope)) or request_id
+        echoed = client_id(Headers(scope=scope)) or request_id
         exchange = Exchange(
             request_id=request_id,
-            path_params=scope.get("path_params", {}),
             body=b"",
             headers=[(b"x-request-id", echoed.encode("ascii"))],
             _send=send,
@@ -132,18 +129,10 @@ class Endpoint:
                 await _unless_gone(self._handler(exchange), receive)
             except _ClientLeftError:
                 _logger.info("the client left before the answer was complete")
-            except MicroservingError as error:
-                if http_status(error) >= 500:
-                    _logger.error("answered %d: %s", http_status(error), error.message)
-                await exchange.fail(error)
-            except Exception:
-                # The wall between our bugs and the client: logged here, no detail leaves.
-                _logger.exception("a handler failed")
-                await exchange.fail(InternalError("internal error; the server's log has the details"))
+            except Exception as error:  # noqa: BLE001 - the wall between our bugs and the client
+                await exchange.fail(client_error(error))
 
     async def _read_body(self, scope: Scope, receive: Receive) -> bytes:
-        if scope["method"] not in ("POST", "PUT", "PATCH"):
-            return b""
         try:
             async with asyncio.timeout(self._settings.body_timeout_s):
                 return await _read_bounded(scope, receive, self._settings.max_body_bytes)
@@ -151,11 +140,16 @@ class Endpoint:
             raise InvalidRequest("the body did not arrive in time") from None
 
 
-def route(
-    method: str, path: str, handler: Handler, settings: FrontSettings, *, name: str | None = None
-) -> Route:
-    """``handler`` at ``path``; other methods answer 405."""
-    return Route(path, Endpoint(handler, settings), methods=[method], name=name or path)
+def client_error(error: Exception) -> MicroservingError:
+    """What a client is told of ``error``. Failures of ours are logged here; of a bug no detail leaves."""
+    if not isinstance(error, MicroservingError):
+        _logger.error("a handler failed", exc_info=error)
+        return InternalError("internal error; the server's log has the details")
+    if http_status(error) >= 500:
+        # Refusing work for a while (503) is not worth an operator's attention each time.
+        level = logging.INFO if http_status(error) == HTTPStatus.SERVICE_UNAVAILABLE else logging.ERROR
+        _logger.log(level, "answered %d: %s", http_status(error), error.message)
+    return error
 
 
 def plain_error(status: int, code: str) -> dict[str, Any]:
@@ -199,6 +193,8 @@ async def _unless_gone(work: Awaitable[None], receive: Receive) -> None:
         watch.cancel()
         await asyncio.wait((task, watch))
     if not gone:
+        if task.cancelled():  # not by us, and nobody cancelled us: the client must get an answer all the same
+            raise InternalError("the request was cancelled inside the server")
         task.result()
         return
     if not task.cancelled() and (error := task.exception()) is not None:
@@ -211,12 +207,13 @@ async def _client_gone(receive: Receive) -> None:
         pass
 
 
-def _client_id(headers: Headers) -> str:
+def client_id(headers: Headers) -> str:
     """The client's own request id as far as it may be echoed: printable ASCII, bounded. It is never used as a key."""
     return _UNPRINTABLE.sub("", headers.get("x-request-id", "")[:_MAX_CLIENT_ID_CHARS])
 
 
-def _error_headers(error: MicroservingError) -> list[tuple[bytes, bytes]]:
+def error_headers(error: MicroservingError) -> list[tuple[bytes, bytes]]:
+    """The headers that ``error`` answers with, beside those of every answer."""
     headers = []
     if http_status(error) in (HTTPStatus.SERVICE_UNAVAILABLE, HTTPStatus.TOO_MANY_REQUESTS):
         seconds = (

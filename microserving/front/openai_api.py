@@ -37,18 +37,13 @@ from microserving.protocol.openai import (
     GenerationFields,
     Prompt,
 )
-from microserving.protocol.responses import (
-    AnswerShape,
-    FinishedChoice,
-    Kind,
-    model_body,
-    model_list_body,
-)
+from microserving.protocol.responses import AnswerShape, FinishedChoice, Kind, ModelCard, ModelList, Status
 from microserving.tokenizer import Tokenizer
 
 ModelT = TypeVar("ModelT", bound=WireModel)
+ResultT = TypeVar("ResultT")
 _INLINE_CHARS = 8192
-"""Longer texts are tokenised on a worker thread, so that they do not hold up everybody's stream."""
+"""Texts that are longer together are tokenised on a worker thread, so that they do not hold up everybody's stream."""
 
 
 def parse_request(exchange: Exchange, model: type[ModelT], *, strict: bool) -> ModelT:
@@ -63,17 +58,10 @@ def parse_request(exchange: Exchange, model: type[ModelT], *, strict: bool) -> M
     return parsed
 
 
-async def tokenize(prompt: Prompt, tokenizer: Tokenizer, *, param: str = "prompt") -> list[int]:
-    """A prompt's ids, in the vocabulary and at least one. Raises InvalidRequest."""
-    if isinstance(prompt, str):
-        ids = await _off_loop(len(prompt), lambda: tokenizer.encode(prompt))
-    else:
-        ids = prompt
-        if max(ids) >= tokenizer.vocab_size:
-            raise InvalidRequest("a token id is not in the vocabulary", param=param)
-    if not ids:
-        raise InvalidRequest("the prompt is empty", param=param)
-    return ids
+async def tokenize(prompts: Sequence[Prompt], tokenizer: Tokenizer) -> list[list[int]]:
+    """Each prompt's ids, in the vocabulary and at least one. Raises InvalidRequest."""
+    size = sum(len(prompt) for prompt in prompts if isinstance(prompt, str))
+    return await _off_loop(size, lambda: [_token_ids(prompt, tokenizer) for prompt in prompts])
 
 
 def check_model(name: str | None, served: ServedModel) -> str:
@@ -97,7 +85,7 @@ class OpenAIFront:
         fields = parse_request(exchange, CompletionRequest, strict=self._settings.strict_fields)
         model, tokenizer = await self._served(fields.model)
         check_vocabulary(fields, tokenizer.vocab_size)
-        prompts = [await tokenize(prompt, tokenizer) for prompt in fields.prompt]
+        prompts = await tokenize(fields.prompt, tokenizer)
         limits = [
             resolve_max_tokens(
                 fields.max_tokens,
@@ -128,17 +116,20 @@ class OpenAIFront:
         )
         await self._answer(exchange, "chat", fields, model, [prompt], [limit])
 
-    async def models(self, exchange: Exchange) -> None:
+    async def models(self) -> ModelList:
+        """GET `/v1/models`."""
         model, _ = await self._served(None)
-        await exchange.reply_json(model_list_body([_model_body(model)]))
+        return ModelList(data=[_model_card(model)])
 
-    async def model(self, exchange: Exchange) -> None:
-        model, _ = await self._served(str(exchange.path_params["model_id"]))
-        await exchange.reply_json(_model_body(model))
+    async def model(self, model_id: str) -> ModelCard:
+        """GET `/v1/models/{model_id}`."""
+        model, _ = await self._served(model_id)
+        return _model_card(model)
 
-    async def ready(self, exchange: Exchange) -> None:
+    async def ready(self) -> Status:
+        """GET `/ready`: whether a request sent now would be served."""
         await self._served(None)
-        await exchange.reply_json({"status": "ready"})
+        return Status(status="ready")
 
     async def _served(self, name: str | None) -> tuple[ServedModel, Tokenizer]:
         """The model that serves a request for ``name``. Raises NoEngine while nothing does, ModelNotFound."""
@@ -217,6 +208,15 @@ async def whole_answer(
     await exchange.reply(shape.answer([_joined(chunks) for chunks in pieces], prompt_tokens))
 
 
+def _token_ids(prompt: Prompt, tokenizer: Tokenizer) -> list[int]:
+    ids = tokenizer.encode(prompt) if isinstance(prompt, str) else prompt
+    if not ids:
+        raise InvalidRequest("the prompt is empty", param="prompt")
+    if max(ids) >= tokenizer.vocab_size:
+        raise InvalidRequest("a token id is not in the vocabulary", param="prompt")
+    return ids
+
+
 def _joined(chunks: Sequence[GenerationChunk]) -> FinishedChoice:
     last = chunks[-1]
     assert last.finish_reason is not None  # run_generations holds the backend to it
@@ -228,9 +228,12 @@ def _joined(chunks: Sequence[GenerationChunk]) -> FinishedChoice:
     )
 
 
-def _model_body(model: ServedModel) -> dict[str, object]:
-    return model_body(model.id, created=model.created, owned_by=model.owned_by, max_context=model.max_context)
+def _model_card(model: ServedModel) -> ModelCard:
+    return ModelCard(
+        id=model.id, created=model.created, owned_by=model.owned_by, max_model_len=model.max_context
+    )
 
 
-async def _off_loop(size: int, encode: Callable[[], list[int]]) -> list[int]:
+async def _off_loop(size: int, encode: Callable[[], ResultT]) -> ResultT:
+    """``encode()``, on a worker thread when the text is long. size: its characters."""
     return encode() if size <= _INLINE_CHARS else await asyncio.to_thread(encode)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import asdict, dataclass, replace
-from typing import Annotated, Any, Final
+from typing import Annotated, Any, Final, Literal
 
 from pydantic import Field, PlainValidator, field_validator
 
@@ -94,8 +94,8 @@ class StartGenerateRequest(VerbRequest):
     """resume_output_ids and preemption "return" come with a later issue; anything but their off value is refused."""
 
     begin: Index
-    preemption: Annotated[Any, PlainValidator(_recompute)] = None
-    resume_output_ids: Annotated[Any, PlainValidator(_empty)] = None
+    preemption: Annotated[Any, PlainValidator(_recompute, json_schema_input_type=Literal["recompute"])] = None
+    resume_output_ids: Annotated[Any, PlainValidator(_empty, json_schema_input_type=list[int])] = None
 
 
 class RequestIdBody(WireModel):
@@ -133,6 +133,23 @@ class RemoteSendAnswer(WireModel):
         return RemoteSendResult(**self.model_dump())
 
 
+class AbortAnswer(WireModel):
+    """aborted: whether the engine held anything for the id."""
+
+    aborted: bool = False
+
+
+class RenewAnswer(WireModel):
+    """lease_ttl_s: seconds from now until the lease expires."""
+
+    request_id: str | None = None
+    lease_ttl_s: float | None = None
+
+
+class MatchPrefixAnswer(WireModel):
+    prefix_matched_length: int = Field(ge=0)
+
+
 class EngineInfo(WireModel):
     """GET `/microserving/info`: what an engine is. transports: name -> public description."""
 
@@ -152,6 +169,21 @@ class EngineInfo(WireModel):
     transports: dict[str, dict[str, str | int]]
 
 
+class EngineCounters(WireModel):
+    """Totals since the engine started (``engine.jobs.Counters``)."""
+
+    prompt_tokens_computed: int = 0
+    recomputed_tokens: int = 0
+    output_tokens: int = 0
+    tokens_sent: int = 0
+    bytes_sent: int = 0
+    tokens_received: int = 0
+    requests_finished: dict[str, int] = Field(default_factory=dict)
+    aborts: int = 0
+    preemptions: int = 0
+    leases_expired: int = 0
+
+
 class EngineLoad(WireModel):
     """GET `/microserving/load`: what an engine has to do now, and its cumulative counters."""
 
@@ -167,7 +199,20 @@ class EngineLoad(WireModel):
     queued_prefill_tokens: int = 0
     prefill_tokens_per_s: float = 0.0
     decode_step_ms: float = 0.0
-    counters: dict[str, Any] = Field(default_factory=dict)
+    counters: EngineCounters = EngineCounters()
+
+
+class TokenizerDocument(WireModel):
+    """GET `/microserving/tokenizer`: what ``Tokenizer.to_dict`` gives. tokenizer: the library's own JSON, as text."""
+
+    version: int
+    tokenizer: str
+    bos_token_id: int | None = None
+    eos_token_ids: list[int]
+    prefix_ids: list[int]
+    suffix_ids: list[int]
+    special_tokens: dict[str, str]
+    chat_template: str | None = None
 
 
 def remote_send_body(result: RemoteSendResult, *, include_layer_times: bool) -> dict[str, Any]:

@@ -10,7 +10,7 @@ best_of > 1, tools, response_format other than text) are refused when set to som
 from __future__ import annotations
 
 import re
-from typing import Annotated, Any, Final
+from typing import Annotated, Any, Final, Literal
 
 from pydantic import Field, PlainValidator, ValidationInfo, field_validator
 
@@ -36,6 +36,8 @@ SMALLEST_TOP_P: Final = 1e-9
 """What `top_p: 0` means: only the most likely token is kept."""
 
 Prompt = str | list[int]
+PromptInput = str | list[str] | list[int] | list[list[int]]
+"""OpenAI's four forms of `prompt`."""
 _ROLES: Final = ("system", "developer", "user", "assistant")
 _DECIMAL: Final = re.compile(r"0|[1-9][0-9]{0,9}")
 
@@ -115,7 +117,7 @@ def _response_format(value: Any) -> Any:
     return value
 
 
-Unsupported = Annotated[Any, PlainValidator(_unsupported)]
+Unsupported = Annotated[Any, PlainValidator(_unsupported, json_schema_input_type=Literal[False] | None)]
 
 
 class StreamOptions(WireModel):
@@ -135,9 +137,13 @@ class GenerationFields(WireModel):
     presence_penalty: float = Field(0.0, ge=-2, le=2)
     frequency_penalty: float = Field(0.0, ge=-2, le=2)
     repetition_penalty: float = Field(1.0, gt=0, le=10)
-    logit_bias: Annotated[dict[int, float], PlainValidator(_logit_bias)] = Field(default_factory=dict)
+    logit_bias: Annotated[
+        dict[int, float], PlainValidator(_logit_bias, json_schema_input_type=dict[str, float])
+    ] = Field(default_factory=dict)
     seed: int | None = Field(None, ge=-(2**63), le=UINT64_MAX)
-    stop: Annotated[list[str], PlainValidator(_stops)] = Field(default_factory=list)
+    stop: Annotated[list[str], PlainValidator(_stops, json_schema_input_type=str | list[str])] = Field(
+        default_factory=list
+    )
     stop_token_ids: list[Annotated[int, Field(ge=0, le=INT32_MAX)]] = Field(
         default_factory=list, max_length=MAX_STOP_TOKEN_IDS
     )
@@ -147,7 +153,9 @@ class GenerationFields(WireModel):
     return_token_ids: bool = False
     user: Annotated[str, Field(max_length=MAX_NAME_CHARS)] | None = None
     request_id: Annotated[str, Field(min_length=1, max_length=MAX_NAME_CHARS)] | None = None
-    response_format: Annotated[Any, PlainValidator(_response_format)] = None
+    response_format: Annotated[
+        Any, PlainValidator(_response_format, json_schema_input_type=dict[str, Any])
+    ] = None
 
     @property
     def include_usage(self) -> bool:
@@ -180,8 +188,8 @@ class GenerationFields(WireModel):
 class CompletionRequest(GenerationFields):
     """`/v1/completions`. ``prompt``: at least one prompt, each a non-empty text or its token ids."""
 
-    prompt: Annotated[list[Prompt], PlainValidator(_prompts)]
-    best_of: Annotated[Any, PlainValidator(_best_of)] = None
+    prompt: Annotated[list[Prompt], PlainValidator(_prompts, json_schema_input_type=PromptInput)]
+    best_of: Annotated[Any, PlainValidator(_best_of, json_schema_input_type=Literal[1])] = None
     echo: Unsupported = None
     logprobs: Unsupported = None
     suffix: Unsupported = None
@@ -225,9 +233,12 @@ def _no_tool_calls(value: Any) -> Any:
 class ChatMessage(WireModel):
     """One message. `developer` is mapped to `system`; a role that templates may drop silently is refused."""
 
-    role: Annotated[str, PlainValidator(_role)]
-    content: Annotated[str, PlainValidator(_content)]
-    tool_calls: Annotated[Any, PlainValidator(_no_tool_calls)] = None
+    role: Annotated[
+        str,
+        PlainValidator(_role, json_schema_input_type=Literal["system", "developer", "user", "assistant"]),
+    ]
+    content: Annotated[str, PlainValidator(_content, json_schema_input_type=str | list[dict[str, Any]])]
+    tool_calls: Annotated[Any, PlainValidator(_no_tool_calls, json_schema_input_type=list[Any])] = None
     function_call: Unsupported = None
 
 
@@ -247,6 +258,10 @@ def _tools(value: Any, info: ValidationInfo) -> Any:
     return value
 
 
+ToolChoice = Annotated[str, PlainValidator(_tool_choice, json_schema_input_type=Literal["none", "auto"])]
+Tools = Annotated[Any, PlainValidator(_tools, json_schema_input_type=list[Any])]
+
+
 class ChatCompletionRequest(GenerationFields):
     """`/v1/chat/completions`. Tools are refused unless `tool_choice` is "none" (they then have no effect)."""
 
@@ -254,10 +269,10 @@ class ChatCompletionRequest(GenerationFields):
     max_completion_tokens: int | None = Field(None, ge=1, le=INT32_MAX)
     logprobs: Unsupported = None
     top_logprobs: Unsupported = None
-    tool_choice: Annotated[str, PlainValidator(_tool_choice)] = "auto"
-    tools: Annotated[Any, PlainValidator(_tools)] = None
-    function_call: Annotated[str, PlainValidator(_tool_choice)] = "auto"
-    functions: Annotated[Any, PlainValidator(_tools)] = None
+    tool_choice: ToolChoice = "auto"
+    tools: Tools = None
+    function_call: ToolChoice = "auto"
+    functions: Tools = None
 
     @property
     def token_limit(self) -> int | None:

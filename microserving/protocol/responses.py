@@ -11,6 +11,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from pydantic import BaseModel
+
 from microserving.protocol.generation import FinishReason, GenerationChunk
 
 Kind = Literal["completion", "chat"]
@@ -129,16 +131,39 @@ class AnswerShape:
         return choice
 
 
-def model_body(model_id: str, *, created: int, owned_by: str, max_context: int) -> dict[str, Any]:
+class ModelCard(BaseModel):
     """One entry of `/v1/models`; `max_model_len` is vLLM's name for the context limit."""
-    return {
-        "id": model_id,
-        "object": "model",
-        "created": created,
-        "owned_by": owned_by,
-        "max_model_len": max_context,
-    }
+
+    id: str
+    object: Literal["model"] = "model"
+    created: int
+    owned_by: str
+    max_model_len: int
 
 
-def model_list_body(models: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    return {"object": "list", "data": list(models)}
+class ModelList(BaseModel):
+    """GET `/v1/models`."""
+
+    object: Literal["list"] = "list"
+    data: list[ModelCard]
+
+
+class Status(BaseModel):
+    """GET `/health` and `/ready`, when all is well; else they answer with an error."""
+
+    status: Literal["ok", "ready"]
+
+
+class ErrorDetail(BaseModel):
+    """param: the field at fault. code: a stable word for programs."""
+
+    message: str
+    type: str
+    param: str | None
+    code: str | None
+
+
+class ErrorAnswer(BaseModel):
+    """Every answer with a status of 400 or more (``errors.error_body`` makes it)."""
+
+    error: ErrorDetail

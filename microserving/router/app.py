@@ -4,19 +4,41 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from dataclasses import asdict
-from typing import Any
 
-from starlette.applications import Starlette
+from fastapi import FastAPI
+from pydantic import BaseModel
 
-from microserving.front import Exchange, FrontSettings, create_front, route
-from microserving.program import setting_types
+from microserving.front import FrontSettings, control_router, create_front
+from microserving.program import EngineLoad, EngineRole, setting_types
 from microserving.router.config import RouterConfig, Setting
 from microserving.router.engine_client import EngineTimeouts
-from microserving.router.engine_registry import EngineRegistry, Peer
+from microserving.router.engine_registry import EngineRegistry, Peer, State
 from microserving.router.health import HealthMonitor, ProbeSettings
 from microserving.router.program_host import ProgramHost
 from microserving.router.program_loader import load_program
+
+
+class ProgramStats(BaseModel):
+    name: str
+    settings: dict[str, Setting]
+
+
+class EngineStats(BaseModel):
+    """No address: the node id, which is unknown until the engine was reached."""
+
+    id: str | None
+    role: EngineRole
+    state: State
+    in_flight: int
+    load: EngineLoad
+
+
+class RouterStats(BaseModel):
+    """GET `/router/stats`. requests_in_flight: attempts under way."""
+
+    program: ProgramStats
+    requests_in_flight: int
+    engines: list[EngineStats]
 
 
 class Router:
@@ -42,11 +64,10 @@ class Router:
             release_timeout_s=config.release_timeout_s,
         )
         settings = FrontSettings(strict_fields=config.strict_fields)
-        self.app: Starlette = create_front(
-            self._host,
-            settings,
-            extra_routes=[route("GET", "/router/stats", self._stats, settings)],
-            lifespan=self._lifespan,
+        control = control_router()
+        control.add_api_route("/router/stats", self.stats, response_model=RouterStats)
+        self.app: FastAPI = create_front(
+            self._host, settings, title="microserving router", control=control, lifespan=self._lifespan
         )
 
     async def start(self) -> None:
@@ -73,42 +94,40 @@ class Router:
         await self._registry.close()
 
     @asynccontextmanager
-    async def _lifespan(self, _app: Starlette) -> AsyncIterator[None]:
+    async def _lifespan(self, _app: FastAPI) -> AsyncIterator[None]:
         await self.start()
         try:
             yield
         finally:
             await self.stop()
 
-    async def _stats(self, exchange: Exchange) -> None:
+    async def stats(self) -> RouterStats:
+        """The program, and what every engine does."""
         program = self._host.program
         settings = {
             name: _shown(getattr(program.instance, name)) for name in setting_types(type(program.instance))
         }
-        await exchange.reply_json(
-            {
-                "program": {"name": program.name, "settings": settings},
-                "requests_in_flight": self._host.running,
-                "engines": [_engine_stats(peer) for peer in self._registry.peers],
-            }
+        return RouterStats(
+            program=ProgramStats(name=program.name, settings=settings),
+            requests_in_flight=self._host.running,
+            engines=[_engine_stats(peer) for peer in self._registry.peers],
         )
 
 
-def create_app(config: RouterConfig) -> Starlette:
+def create_app(config: RouterConfig) -> FastAPI:
     """The router as an ASGI app that starts and stops with its lifespan."""
     return Router(config).app
 
 
-def _engine_stats(peer: Peer) -> dict[str, Any]:
-    """No address: the node id, which is unknown until the engine was reached."""
+def _engine_stats(peer: Peer) -> EngineStats:
     client = peer.client
-    return {
-        "id": None if client.info is None else client.info.engine_id,
-        "role": client.role,
-        "state": peer.state,
-        "in_flight": client.in_flight,
-        "load": asdict(client.load),
-    }
+    return EngineStats(
+        id=None if client.info is None else client.info.engine_id,
+        role=client.role,
+        state=peer.state,
+        in_flight=client.in_flight,
+        load=client.load,
+    )
 
 
 def _shown(value: object) -> Setting:

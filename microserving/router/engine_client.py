@@ -11,8 +11,6 @@ from contextlib import aclosing
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-from pydantic import Field
-
 from microserving.errors import InvalidRequest, MicroservingError
 from microserving.policies import EngineLoad
 from microserving.program import NOTHING_SENT, EngineClient, EngineRole, Received, Request
@@ -41,10 +39,6 @@ class EngineTimeouts:
     connect: float = 0.5
     prep_recv: float = 30.0
     stage: float = 300.0
-
-
-class _MatchPrefixAnswer(WireModel):
-    prefix_matched_length: int = Field(ge=0)
 
 
 class HttpEngineClient(EngineClient):
@@ -130,7 +124,7 @@ class HttpEngineClient(EngineClient):
         await self._http.post(_path("abort"), {"request_id": request.request_id}, timeout_s=_QUICK_S)
 
     async def match_prefix(self, request: Request) -> int:
-        answer = await self._verb("match_prefix", request, {}, _MatchPrefixAnswer, _QUICK_S)
+        answer = await self._verb("match_prefix", request, {}, wire.MatchPrefixAnswer, _QUICK_S)
         return answer.prefix_matched_length
 
     # What the router asks for itself; the first three are bounded by who asks

@@ -1,4 +1,4 @@
-"""The verbs over HTTP: `/microserving/*`. Parses, resolves indices, calls the engine, shapes the answer.
+"""The verbs over HTTP: POST `/microserving/*`. Parses, resolves indices, calls the engine, shapes the answer.
 
 Does not know how pages are reserved, how KV travels or how a descriptor looks.
 """
@@ -7,22 +7,22 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from dataclasses import asdict
-from functools import cached_property
 from typing import TypeVar
 
-from starlette.routing import Route
-
-from microserving.engine.jobs import LoadSnapshot
 from microserving.errors import InvalidRequest
-from microserving.front import Exchange, FrontSettings, check_model, parse_request, route, tokenize
+from microserving.front import Exchange, FrontSettings, HotRoute, check_model, parse_request, tokenize
 from microserving.front.generations import check_vocabulary, pick_seed, resolve_max_tokens
 from microserving.front.openai_api import stream_answer, whole_answer
 from microserving.protocol.generation import GenerationRequest
 from microserving.protocol.microserving import (
+    AbortAnswer,
+    MatchPrefixAnswer,
     MatchPrefixRequest,
+    PrepRecvAnswer,
     PrepRecvRequest,
+    RemoteSendAnswer,
     RemoteSendRequest,
+    RenewAnswer,
     RequestIdBody,
     StartGenerateRequest,
     VerbRequest,
@@ -30,7 +30,7 @@ from microserving.protocol.microserving import (
     resolve_index,
 )
 from microserving.protocol.openai import DEFAULT_COMPLETION_TOKENS
-from microserving.protocol.responses import AnswerShape, dump
+from microserving.protocol.responses import AnswerShape
 from microserving.server.backend import EngineBackend
 from microserving.server.services import EngineServices
 
@@ -48,20 +48,29 @@ class Verbs:
         self._clock = clock
         self._model = EngineBackend(services).model
 
-    def routes(self) -> list[Route]:
-        posts = {
-            "prep_recv": self.prep_recv,
-            "remote_send": self.remote_send,
-            "start_generate": self.start_generate,
-            "abort": self.abort,
-            "renew": self.renew,
-            "match_prefix": self.match_prefix,
-        }
-        gets = {"info": self.info, "load": self.load, "tokenizer": self.tokenizer}
+    def routes(self) -> list[HotRoute]:
+        at = "/microserving/"
         return [
-            route(method, f"/microserving/{name}", handler, self._settings)
-            for method, handlers in (("POST", posts), ("GET", gets))
-            for name, handler in handlers.items()
+            HotRoute(
+                at + "prep_recv", self.prep_recv, "Reserve room for K/V", PrepRecvRequest, PrepRecvAnswer
+            ),
+            HotRoute(
+                at + "remote_send",
+                self.remote_send,
+                "Compute K/V and write it into a receiver",
+                RemoteSendRequest,
+                RemoteSendAnswer,
+            ),
+            HotRoute(at + "start_generate", self.start_generate, "Generate", StartGenerateRequest),
+            HotRoute(at + "abort", self.abort, "Free what a request holds", RequestIdBody, AbortAnswer),
+            HotRoute(at + "renew", self.renew, "Extend a reservation's lease", RequestIdBody, RenewAnswer),
+            HotRoute(
+                at + "match_prefix",
+                self.match_prefix,
+                "How much of a prompt is cached",
+                MatchPrefixRequest,
+                MatchPrefixAnswer,
+            ),
         ]
 
     async def prep_recv(self, exchange: Exchange) -> None:
@@ -147,31 +156,10 @@ class Verbs:
         matched = self._services.engine.match_prefix(tuple(prompt))
         await exchange.reply_json({"prefix_matched_length": matched})
 
-    async def info(self, exchange: Exchange) -> None:
-        await exchange.reply_json(self._services.info.model_dump())
-
-    async def load(self, exchange: Exchange) -> None:
-        await exchange.reply_json(load_body(self._services.engine.load()))
-
-    async def tokenizer(self, exchange: Exchange) -> None:
-        await exchange.reply(self._tokenizer_body)
-
-    @cached_property
-    def _tokenizer_body(self) -> bytes:
-        """Some megabytes; encoded once, when a router first asks."""
-        return dump(self._services.tokenizer.to_dict())
-
     def _parse(self, exchange: Exchange, model: type[VerbRequestT]) -> VerbRequestT:
         fields = parse_request(exchange, model, strict=self._settings.strict_fields)
         check_model(fields.model, self._model)
         return fields
 
     async def _prompt(self, fields: VerbRequest) -> list[int]:
-        return await tokenize(fields.only_prompt, self._services.tokenizer)
-
-
-def load_body(load: LoadSnapshot) -> dict[str, object]:
-    """The answer of `/microserving/load`."""
-    body = asdict(load)
-    body["counters"]["requests_finished"] = dict(load.counters.requests_finished)
-    return body
+        return (await tokenize(fields.prompt, self._services.tokenizer))[0]

@@ -20,10 +20,11 @@ from microserving.errors import (
 )
 from microserving.program import GenerationChunk, Received, Request, SamplingParams, StopParams
 from microserving.program.testing import collect, make_request
-from microserving.protocol.microserving import EngineInfo
+from microserving.protocol.microserving import EngineInfo, TokenizerDocument
 from microserving.router.engine_client import EngineTimeouts, HttpEngineClient, InFlight
+from microserving.tokenizer import Tokenizer
 
-from .engine_server import DONE, INFO, STREAM, USAGE, EngineServer, choice, event
+from .engine_server import DONE, INFO, STREAM, USAGE, EngineServer, choice, event, tokenizer_document
 
 REQUEST = make_request([5, 6, 7, 8], request_id="r")
 
@@ -351,3 +352,8 @@ def test_a_storm_of_cancellations_leaves_no_connection_in_use() -> None:
         assert not client._http._waits
 
     with_engine(scenario)
+
+
+def test_a_tokenizer_travels_as_its_wire_model_says() -> None:
+    document = Tokenizer.from_dict(tokenizer_document()).to_dict()
+    assert TokenizerDocument.model_validate(document).model_dump() == document

@@ -40,6 +40,7 @@ class ByteTokenizer:
 
     vocab_size = 256
     eos_token_ids: frozenset[int] = frozenset()
+    chat_unavailable: str | None = None
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         return list(text.encode("latin-1"))
