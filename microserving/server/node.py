@@ -85,7 +85,10 @@ class EngineNode:
         )
 
     async def end_requests(self) -> None:
-        """Every request ends with an error, receivers of running sends are told; no new ones are taken."""
+        """Every request ends with an error, receivers of running sends are told; no new ones are taken.
+
+        Returns after ``STOP_S`` at the latest; ``stop`` waits for what has not ended by then.
+        """
         ending = [
             asyncio.create_task(self.services.engine.stop()),
             asyncio.create_task(self.services.sender.close()),
@@ -95,10 +98,12 @@ class EngineNode:
             task.result()
 
     async def stop(self) -> None:
+        """However long the running step takes: closing a link tells its receiver that no put runs any more."""
         try:
-            await self.end_requests()
+            await self.services.engine.stop()
         finally:
             self._transport.close()
+        await self.services.sender.close()  # last: without links no hand-shake waits for a silent receiver
 
     async def serve(self, listener: socket.socket) -> None:
         """Serve on ``listener`` until SIGINT or SIGTERM; everything is freed when this returns."""

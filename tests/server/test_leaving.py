@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import socket
 import threading
@@ -12,6 +13,8 @@ from typing import Any
 import pytest
 
 from microserving.engine.runner import RunnerChunk
+from microserving.errors import EngineUnavailable
+from microserving.server import node as node_module
 from microserving.transports.fake import FakeNetwork, FakeTransport
 
 from .engines import MODEL, Running, engines, make_node, prefill_and_decode
@@ -124,6 +127,46 @@ def test_a_transfer_that_fails_is_not_a_200(fault: Callable[[FakeNetwork], None]
         response = prefill.verb("remote_send", recv_rank=0, **fields)
         assert response.status_code == status, response.text
         prefill.wait_idle()
+
+
+@pytest.mark.case("PD-03")
+def test_a_process_that_stops_keeps_its_links_while_a_put_may_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A closed link tells the receiver that its pages are free."""
+    monkeypatch.setattr(node_module, "STOP_S", 0.01)
+    network = FakeNetwork()
+    prefill, decode = (make_node(name, FakeTransport(network=network)) for name in ("p", "d"))
+    closed: list[bool] = []
+    close = FakeTransport.close
+
+    async def main() -> None:
+        begun, go = threading.Event(), threading.Event()
+
+        def hold(_: Sequence[RunnerChunk]) -> None:
+            begun.set()
+            assert go.wait(10)
+
+        prefill[1].before_run = hold
+        for node, _ in (prefill, decode):
+            await node.start()
+        services = decode[0].services
+        reservation = await services.engine.prep_recv("r", PROMPT, 99)
+        descriptor = services.receiver.descriptor(reservation)
+        sending = asyncio.create_task(prefill[0].services.sender.send(PROMPT, 0, 99, descriptor, 0, "r"))
+        assert await asyncio.to_thread(begun.wait, 5)
+        stopping = asyncio.create_task(prefill[0].stop())
+        await asyncio.wait([stopping], timeout=0.2)
+        assert not closed
+        assert services.engine.load().reserved_pages == 7
+        go.set()
+        await stopping
+        assert closed
+        with pytest.raises((asyncio.CancelledError, EngineUnavailable)):
+            await sending
+        assert services.engine.load().reserved_pages == 0
+        await decode[0].stop()
+
+    monkeypatch.setattr(FakeTransport, "close", lambda self: (closed.append(True), close(self)))
+    asyncio.run(main())
 
 
 @pytest.mark.case("STR-05")
