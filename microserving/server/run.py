@@ -6,9 +6,11 @@ Logs and reports progress; never prints.
 from __future__ import annotations
 
 import contextlib
+import signal
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import FrameType
 from typing import Final
 
 from microserving.engine.config import EngineConfig
@@ -31,9 +33,15 @@ TRANSPORT: Final = "shared_memory"
 
 
 def run_engine(config: EngineConfig, *, progress: Progress | None = None) -> None:
-    """Serve until SIGINT or SIGTERM. Raises StartupError; a busy port is found before the model is opened."""
+    """Serve until SIGINT or SIGTERM. Raises StartupError; a busy port is found before the model is opened.
+
+    A SIGTERM that comes before the engine serves raises SystemExit (status 143). For the main thread.
+    """
     sys.setswitchinterval(SWITCH_INTERVAL_S)
-    with contextlib.closing(bind_listener(config.serving_bind, config.port)) as listener:
+    with (
+        _sigterm_unwinds(),
+        contextlib.closing(bind_listener(config.serving_bind, config.port)) as listener,
+    ):
         transport = create_transport(TRANSPORT, runtime_dir=config.runtime_dir)
         with contextlib.closing(transport):
             node = EngineNode(config, open_parts(config, transport, progress or _silent))
@@ -89,6 +97,20 @@ def read_secret(path: Path | None) -> bytes | None:
         return path.read_bytes().strip()
     except OSError as error:
         raise ConfigError(f"cannot read the cluster secret file {path}: {error.strerror}") from None
+
+
+@contextlib.contextmanager
+def _sigterm_unwinds() -> Iterator[None]:
+    """SIGTERM as an exception, so that half-made files and sockets are removed; ``serve_app`` takes it over later."""
+    before = signal.signal(signal.SIGTERM, _leave)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+def _leave(number: int, _frame: FrameType | None) -> None:
+    raise SystemExit(128 + number)  # the status that a shell shows for a process which the signal ended
 
 
 def _fractions(progress: Progress) -> Callable[[str, int, int], None]:

@@ -63,6 +63,37 @@ def test_an_idle_process_stops_while_a_client_keeps_its_connection() -> None:
         assert child.wait(timeout=3) == 0
 
 
+LOADING = """
+import sys, tempfile, threading
+from microserving.cli.main import main
+from microserving.server import run
+
+def load(config, transport, progress):
+    transport.allocate(2**20)
+    with tempfile.TemporaryDirectory(dir=config.cache_dir):
+        print("loading", flush=True)
+        threading.Event().wait()
+
+run.open_parts = load
+sys.exit(main(["serve", "--port", "0", "--cache-dir", sys.argv[1], "--runtime-dir", sys.argv[1] + "/run"]))
+"""
+
+
+def test_a_sigterm_while_the_model_loads_leaves_nothing(tmp_path: Path) -> None:
+    command = [sys.executable, "-c", LOADING, str(tmp_path)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as child:
+        try:
+            assert child.stdout is not None
+            assert child.stdout.readline() == "loading\n"
+            child.terminate()
+            _, errors = child.communicate(timeout=30)
+        finally:
+            child.kill()
+    assert child.returncode == 128 + signal.SIGTERM  # what a shell shows for a process that the signal ended
+    assert errors == ""
+    assert [path.name for path in tmp_path.rglob("*")] == ["run"]
+
+
 def test_a_busy_port_is_found_before_the_model_is_opened() -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
