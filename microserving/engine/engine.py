@@ -4,7 +4,8 @@ Owns: the live requests and the order of a step (schedule, run, complete). Threa
 and never while the model runs. Does not know: asyncio, HTTP, descriptors, how KV travels.
 
 Callbacks are called without the lock: on the thread that steps, or on the one that aborted the request. A request gets
-exactly one ending: a chunk with a ``finish_reason`` (or a ``SendDone``), or an error. Callbacks must not raise or block.
+exactly one ending: a chunk with a ``finish_reason`` (or a ``SendDone``), or an error. Callbacks must not block; one
+that raises is logged, and costs nobody else an ending.
 """
 
 from __future__ import annotations
@@ -412,7 +413,10 @@ class Engine:
     @staticmethod
     def _emit(events: Sequence[Event]) -> None:
         for event in events:
-            event()
+            try:
+                event()
+            except Exception:  # a listener's fault; the other requests must still hear of their ending
+                logger.exception("a listener failed")
 
 
 def _nothing() -> None:

@@ -22,7 +22,7 @@ from microserving.errors import (
     RequestAborted,
     RequestConflict,
 )
-from microserving.protocol.generation import SamplingParams
+from microserving.protocol.generation import GenerationRequest, SamplingParams, StopParams
 from microserving.transports.base import Lease
 
 from .harness import GREEDY, KV_BYTES, SEEDED, Clock, Node, Outcome, greedy_reference, hand_over, prompt_of
@@ -490,6 +490,24 @@ def test_a_step_that_fails_ends_its_own_requests_only(caplog: pytest.LogCaptureF
     node.assert_idle()
 
 
+def test_a_listener_that_fails_costs_nobody_else_an_ending(caplog: pytest.LogCaptureFixture) -> None:
+    node = Node()
+    heard: list[object] = []
+
+    def deaf(item: object) -> None:
+        heard.append(item)
+        raise RuntimeError("cannot listen")
+
+    request = GenerationRequest("deaf", (1, 2), GREEDY, StopParams(max_tokens=1))
+    node.engine.submit(request, on_chunk=deaf)
+    others = [node.submit(prompt_of(9, salt=i), 1) for i in range(2)]
+    node.run()
+    assert len(heard) == 1
+    assert all(outcome.ended for outcome in others)
+    assert "cannot listen" in caplog.text
+    node.assert_idle()
+
+
 def test_an_abort_inside_a_failing_step_ends_once() -> None:
     prefill, decode = Node(), Node()
     reservation, _ = decode.reserve_and_grant("s", prompt_of(20), 20)
@@ -697,6 +715,55 @@ def test_an_expired_reservation_answers_409_and_an_unknown_id_is_new() -> None:
     node.run()
     assert fresh.tokens == alone(prompt)
     node.engine.prep_recv("r", prompt, 19)  # the id may be used for a new try
+
+
+@pytest.mark.case("PD-03")
+def test_a_lease_is_renewed_in_every_state_until_it_ends() -> None:
+    """Issued, being written, arrived, committed: a prefill may take longer than the lease lives."""
+    prefill, decode = Node(), Node(clock=(clock := Clock()), lease_ttl_s=10)
+    prompt = tuple(prompt_of(20))
+
+    def renew_late() -> None:
+        clock.now += 9
+        assert decode.engine.renew("r") == 10.0
+        clock.now += 9
+        decode.engine.step()
+        assert decode.engine.load().counters.leases_expired == 0
+
+    reservation = decode.engine.prep_recv("r", prompt, 19)
+    renew_late()
+    lease = Lease("decode", "epoch", "r", reservation.lease_id)
+    assert decode.engine.begin_write(lease)
+    renew_late()
+    prefill.send(decode, reservation, prompt)
+    prefill.run()
+    assert decode.engine.end_write(lease, ok=True)
+    renew_late()
+    outcome = decode.submit(prompt, request_id="r", begin=19)
+    assert decode.engine.renew("r") == 10.0  # it generates: nothing can expire any more
+    decode.run()
+    assert outcome.tokens == alone(prompt)
+    with pytest.raises(LeaseError):
+        decode.engine.renew("r")
+    decode.assert_idle()
+
+
+def test_a_lease_that_expires_under_its_writer_can_neither_be_renewed_nor_started() -> None:
+    node = Node(FakeRunner(total_pages=4), clock=(clock := Clock()), lease_ttl_s=10)
+    prompt = tuple(prompt_of(40))
+    _, lease = node.reserve_and_grant("r", prompt, 40)
+    clock.now += 10
+    with pytest.raises(LeaseError, match="expired"):
+        node.engine.renew("r")
+    assert node.engine.load().quarantined_pages == 3
+    again = node.engine.prep_recv("r", prompt[:16], 16)  # a new try, beside the old writer
+    assert not node.engine.begin_write(lease)
+    with pytest.raises(LeaseError, match="not arrived"):
+        node.submit(prompt[:16], request_id="r")
+    assert not node.engine.end_write(lease, ok=True)
+    load = node.engine.load()
+    assert (load.quarantined_pages, load.reserved_pages, load.free_pages) == (0, 1, 3)
+    assert node.engine.begin_write(Lease("decode", "epoch", "r", again.lease_id))
 
 
 def test_the_load_adds_up() -> None:
