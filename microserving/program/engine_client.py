@@ -21,7 +21,8 @@ class Received:
 
     kv_append_metadata: where to write, opaque; only engines read it. prefix_matched_length: how many leading prompt
     tokens the engine has already. end: one behind the last position to receive. engine: who made the reservation.
-    rank: the rank within the engine that receives.
+    rank: the rank within the engine that receives. lease_ttl_s: how long the reservation lives unless it is renewed
+    (the host does that); None when the engine did not say.
     """
 
     kv_append_metadata: str
@@ -29,6 +30,7 @@ class Received:
     end: int
     engine: EngineClient
     rank: int = 0
+    lease_ttl_s: float | None = None
 
     @property
     def complete(self) -> bool:
@@ -105,6 +107,14 @@ class EngineClient(ABC):
     @abstractmethod
     async def abort(self, request: Request) -> None:
         """Free all that the engine holds for the request. Idempotent; seldom needed, as the host does it."""
+
+    @abstractmethod
+    async def renew(self, request: Request) -> float | None:
+        """Extend the lease of the request's reservation. No program must call it: the host does.
+
+        Returns: seconds from now until the lease expires; None when the engine does not know the verb.
+        Raises: a MicroservingError when there is no live reservation any more, EngineUnavailable.
+        """
 
     @abstractmethod
     async def match_prefix(self, request: Request) -> int:

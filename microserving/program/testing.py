@@ -42,7 +42,9 @@ class FakeEngine(EngineClient):
     """Answers every generation with ``output``, one chunk a piece, the last one with finish_reason ``stop``.
 
     matched: the prefix length that ``prep_recv`` and ``match_prefix`` report (clamped to what is asked for).
-    failures: verb -> the exception that it raises, before it does anything. load may be set at any time.
+    failures: verb -> the exception that it raises, before it does anything. lease_ttl_s: what ``prep_recv`` and
+    ``renew`` say; leases never expire by themselves, and None stands for an engine without ``renew``. Both may be set
+    at any time, as may load.
     """
 
     def __init__(
@@ -57,6 +59,7 @@ class FakeEngine(EngineClient):
         self.matched = matched
         self.calls: list[Call] = []
         self.failures: dict[str, MicroservingError] = {}
+        self.lease_ttl_s: float | None = 30.0
         self.up = True
         self._id = engine_id
         self._role: EngineRole = role
@@ -101,7 +104,7 @@ class FakeEngine(EngineClient):
         matched = min(self.matched, end)
         self._reservations[request.request_id] = _Reservation(end, arrived=matched == end)
         await asyncio.sleep(0)
-        return Received(f"{self.id}/{request.request_id}", matched, end, self)
+        return Received(f"{self.id}/{request.request_id}", matched, end, self, lease_ttl_s=self.lease_ttl_s)
 
     async def remote_send(self, request: Request, *, to: Received) -> RemoteSendResult:
         if to.complete:
@@ -110,19 +113,20 @@ class FakeEngine(EngineClient):
         receiver, _, request_id = to.kv_append_metadata.partition("/")
         self._running.add(request.request_id)
         await asyncio.sleep(0)
+        self._running.discard(request.request_id)
         reservation = self._peers[receiver]._reservations.get(request_id)
         if reservation is None:
             raise LeaseError("the reservation is gone")
         reservation.arrived = True
-        self._running.discard(request.request_id)
         sent = to.end - to.prefix_matched_length
         return replace(NOTHING_SENT, tokens_computed=sent, tokens_sent=sent)
 
     async def start_generate(self, request: Request, *, begin: int = 0) -> AsyncIterator[GenerationChunk]:
         await self._called("start_generate", request, begin, request.prompt_length)
-        reservation = self._reservations.pop(request.request_id, None)
+        reservation = self._reservations.get(request.request_id)
         if begin > 0 and (reservation is None or not reservation.arrived):
             raise LeaseError("the K/V did not arrive")
+        self._reservations.pop(request.request_id, None)
         self._running.add(request.request_id)
         for number, text in enumerate(self.output, start=1):
             await asyncio.sleep(0)
@@ -141,6 +145,12 @@ class FakeEngine(EngineClient):
         await self._called("abort", request)
         self._reservations.pop(request.request_id, None)
         self._running.discard(request.request_id)
+
+    async def renew(self, request: Request) -> float | None:
+        await self._called("renew", request)
+        if self.lease_ttl_s is not None and request.request_id not in self.held:
+            raise LeaseError("there is no reservation of this request")
+        return self.lease_ttl_s
 
     async def match_prefix(self, request: Request) -> int:
         await self._called("match_prefix", request)

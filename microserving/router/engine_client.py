@@ -94,7 +94,9 @@ class HttpEngineClient(EngineClient):
         if answer.prefix_matched_length > resolved:
             raise self._http.broken(f"matched {answer.prefix_matched_length} of {resolved} tokens")
         rank = 0 if self.info is None else self.info.rank
-        return Received(answer.kv_append_metadata, answer.prefix_matched_length, resolved, self, rank)
+        return Received(
+            answer.kv_append_metadata, answer.prefix_matched_length, resolved, self, rank, answer.lease_ttl_s
+        )
 
     async def remote_send(self, request: Request, *, to: Received) -> RemoteSendResult:
         if to.complete:
@@ -122,6 +124,11 @@ class HttpEngineClient(EngineClient):
 
     async def abort(self, request: Request) -> None:
         await self._http.post(_path("abort"), {"request_id": request.request_id}, timeout_s=_QUICK_S)
+
+    async def renew(self, request: Request) -> float | None:
+        fields = {"request_id": request.request_id}
+        body = await self._http.post_if_known(_path("renew"), fields, timeout_s=_QUICK_S)
+        return None if body is None else self._answer(wire.RenewAnswer, body).lease_ttl_s
 
     async def match_prefix(self, request: Request) -> int:
         answer = await self._verb("match_prefix", request, {}, wire.MatchPrefixAnswer, _QUICK_S)

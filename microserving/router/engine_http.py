@@ -10,6 +10,7 @@ import asyncio
 import json
 from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator, Mapping
 from contextlib import contextmanager
+from http import HTTPStatus
 from types import MappingProxyType
 from typing import Any, TypeVar
 
@@ -74,6 +75,13 @@ class EngineHTTP:
         """The JSON object that answers ``body``. Raises as ``get``."""
         return await self._call(self._post(path, body), timeout_s)
 
+    async def post_if_known(
+        self, path: str, body: Mapping[str, Any], *, timeout_s: float
+    ) -> dict[str, Any] | None:
+        """As ``post``; None when the engine does not know ``path``."""
+        answer, content = await self._exchange(self._post(path, body), timeout_s)
+        return None if answer.status == HTTPStatus.NOT_FOUND else self._object(answer, content)
+
     async def stream(
         self, path: str, body: Mapping[str, Any], *, silence_s: float
     ) -> AsyncGenerator[bytes, None]:
@@ -103,7 +111,8 @@ class EngineHTTP:
         self._silence = why
         now = asyncio.get_running_loop().time()
         for wait in self._waits:
-            wait.reschedule(now)
+            if not wait.expired():  # one that is just ending cannot be moved any more
+                wait.reschedule(now)
 
     async def close(self) -> None:
         """Idempotent."""
@@ -124,8 +133,13 @@ class EngineHTTP:
         return self._connections.send("POST", path, headers=_JSON, content=dump(body))
 
     async def _call(self, sending: Awaitable[Answer], timeout_s: float | None) -> dict[str, Any]:
+        return self._object(*await self._exchange(sending, timeout_s))
+
+    async def _exchange(self, sending: Awaitable[Answer], timeout_s: float | None) -> tuple[Answer, bytes]:
         with self._typed_failures():
-            answer, content = await self._within(timeout_s, _whole(sending))
+            return await self._within(timeout_s, _whole(sending))
+
+    def _object(self, answer: Answer, content: bytes) -> dict[str, Any]:
         if answer.status != 200:
             raise self._refusal(answer, content)
         body = _json_object(content)

@@ -18,6 +18,7 @@ from microserving.policies import EngineLoad
 from microserving.program import EngineClient, EngineRole, Received, Request
 from microserving.protocol.generation import GenerationChunk, RemoteSendResult
 from microserving.router.engine_client import InFlight
+from microserving.router.renewals import Renewals
 
 _logger = logging.getLogger(__name__)
 
@@ -33,6 +34,7 @@ class Holdings:
         self._held: dict[tuple[EngineClient, str], tuple[Request, set[Kind]]] = {}
         self._engines: dict[EngineClient, HeldEngine] = {}
         self._streams: list[AsyncGenerator[GenerationChunk, None]] = []
+        self._renewals = Renewals()
 
     def __bool__(self) -> bool:
         """Whether anything is held."""
@@ -75,10 +77,22 @@ class Holdings:
         key = (engine, request.request_id)
         if key not in self._held:
             return
+        if "reservation" in kinds:
+            self._renewals.stop(engine, request.request_id)
         left = self._held[key][1]
         left.difference_update(kinds)
         if not left:
             self._forget(key)
+
+    def keep_alive(self, received: Received, engine: EngineClient, request: Request) -> None:
+        """Renew a reservation that ``engine`` made, until it is used, dropped or released."""
+        key = (engine, request.request_id)
+        if received.lease_ttl_s is not None and "reservation" in self._held.get(key, (None, ()))[1]:
+            self._renewals.start(engine, request, received.lease_ttl_s)
+
+    def use(self, engine: EngineClient, request: Request) -> None:
+        """The engine is asked to generate from the request's reservation, if there is one: that ends the lease."""
+        self._renewals.stop(engine, request.request_id)
 
     def watch(self, stream: AsyncGenerator[GenerationChunk, None]) -> AsyncIterator[GenerationChunk]:
         """Have ``stream`` closed by ``release``, wherever the program left it."""
@@ -88,6 +102,7 @@ class Holdings:
     async def release(self, timeout_s: float) -> None:
         """Close the streams and abort all that is still held. Each engine has ``timeout_s``; never raises for one."""
         try:
+            await self._renewals.close()
             for stream in self._streams:
                 await close_within(stream, timeout_s)
             held = [(engine, request) for (engine, _), (request, _) in self._held.items()]
@@ -97,6 +112,7 @@ class Holdings:
                 self._forget(key)
 
     def _forget(self, key: tuple[EngineClient, str]) -> None:
+        self._renewals.stop(*key)
         del self._held[key]
         self._leave(key[0])
 
@@ -132,6 +148,7 @@ class HeldEngine(EngineClient):
     async def prep_recv(self, request: Request, *, end: int) -> Received:
         async with self._holding(request, "reservation"):
             received = await self._inner.prep_recv(request, end=end)
+        self._holdings.keep_alive(received, self._inner, request)
         return replace(received, engine=self)
 
     async def remote_send(self, request: Request, *, to: Received) -> RemoteSendResult:
@@ -149,10 +166,14 @@ class HeldEngine(EngineClient):
         await self._inner.abort(request)
         self._holdings.drop(self._inner, request, "reservation", "send", "generation")
 
+    async def renew(self, request: Request) -> float | None:
+        return await self._inner.renew(request)
+
     async def match_prefix(self, request: Request) -> int:
         return await self._inner.match_prefix(request)
 
     async def _generate(self, request: Request, begin: int) -> AsyncGenerator[GenerationChunk, None]:
+        self._holdings.use(self._inner, request)
         async with self._holding(request, "generation"):
             chunks = self._inner.start_generate(request, begin=begin)
             finished = False

@@ -156,6 +156,7 @@ class EngineServer:
             "prep_recv": {"kv_append_metadata": "META", "prefix_matched_length": 0, "lease_ttl_s": 30.0},
             "remote_send": {"tokens_computed": 3, "tokens_sent": 3, "bytes_sent": 192, "prefill_ms": 1.5},
             "abort": {},
+            "renew": {"request_id": "r", "lease_ttl_s": 20.0},
             "match_prefix": {"prefix_matched_length": 2},
         }
         routes = [Route(path, self._get(path, body)) for path, body in get.items()]

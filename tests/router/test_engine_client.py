@@ -68,7 +68,7 @@ def test_what_the_verbs_send() -> None:
             StopParams(max_tokens=9, stop=("x",)),
         )
         received = await client.prep_recv(request, end=-1)
-        assert received == Received("META", 0, 3, client, 0)
+        assert received == Received("META", 0, 3, client, 0, 30.0)
         result = await client.remote_send(request, to=received)
         assert (result.tokens_computed, result.bytes_sent, result.prefill_ms) == (3, 192, 1.5)
         await collect(client.start_generate(request, begin=3))
@@ -357,3 +357,37 @@ def test_a_storm_of_cancellations_leaves_no_connection_in_use() -> None:
 def test_a_tokenizer_travels_as_its_wire_model_says() -> None:
     document = Tokenizer.from_dict(tokenizer_document()).to_dict()
     assert TokenizerDocument.model_validate(document).model_dump() == document
+
+
+def test_renewing_a_lease() -> None:
+    async def scenario(engine: EngineServer, client: Client) -> None:
+        assert (await client.prep_recv(REQUEST, end=3)).lease_ttl_s == 30.0
+        assert await client.renew(REQUEST) == 20.0
+        assert engine.bodies[-1] == ("renew", {"request_id": "r"})
+        error = {"error": {"message": "expired", "code": "lease_invalid"}}
+        engine.answers["renew"] = (409, error, {})
+        with pytest.raises(TransferFailed, match="expired"):
+            await client.renew(REQUEST)
+        for unknown in (error, b"Not Found"):
+            engine.answers["renew"] = (404, unknown, {})
+            assert await client.renew(REQUEST) is None
+
+    with_engine(scenario)
+
+
+def test_giving_up_twice_is_no_harm() -> None:
+    """The second time the wait has expired, and its task has not run yet."""
+
+    async def scenario(engine: EngineServer, client: Client) -> None:
+        engine.thawed.clear()
+        task = asyncio.ensure_future(client.prep_recv(REQUEST, end=3))
+        await engine.frozen_by.wait()
+        (wait,) = client._http._waits
+        client.give_up("does not answer")
+        while not wait.expired():
+            await asyncio.sleep(0)
+            client.give_up("does not answer")
+        with pytest.raises(EngineUnavailable, match="does not answer"):
+            await task
+
+    with_engine(scenario)
