@@ -205,8 +205,6 @@ def _check_shapes(config: ModelConfig, layout: KVLayout) -> None:
     for name in ("hidden_size", "intermediate_size", "head_dim"):
         if getattr(config, name) % 16:
             raise ModelLoadError(f"{name} is {getattr(config, name)}; the kernels need a multiple of 16")
-    if config.attention_bias or config.qk_norm:
-        raise ModelLoadError("models with attention biases or QK norms are not supported yet")
 
 
 def _check_range(what: str, numbers: npt.NDArray[np.int32], end: int, lowest: int = 0) -> None:
@@ -223,6 +221,6 @@ def _pack(weights: WeightSource, report: Progress) -> dict[str, tuple[npt.NDArra
         report("weights", done / len(parameters))
         parts = [weights.weight(source) for source in sources]
         is_matrix = len(parts[0].shape) == 2
-        packed[name] = (pack_matrix(parts), tile_kind(parts)) if is_matrix else (pack_vector(parts[0]), None)
+        packed[name] = (pack_matrix(parts), tile_kind(parts)) if is_matrix else (pack_vector(parts), None)
     report("weights", 1.0)
     return packed

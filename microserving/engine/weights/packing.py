@@ -46,9 +46,9 @@ def pack_matrix(weights: Sequence[Weight]) -> Bytes:
     return _dense_tiles(weights, kind)
 
 
-def pack_vector(weight: Weight) -> npt.NDArray[np.float32]:
-    """A norm's or bias's vector as float32."""
-    return np.ascontiguousarray(weight.dequantize(), np.float32)
+def pack_vector(weights: Sequence[Weight]) -> npt.NDArray[np.float32]:
+    """The vectors of norms or biases one after another, as float32."""
+    return np.concatenate([weight.dequantize() for weight in weights])
 
 
 def _quantised_tiles(weights: Sequence[Weight], kind: TileKind) -> Bytes:
