@@ -169,9 +169,9 @@ class AsyncEngine:
             self._flush()
 
     def _sleep(self, seen: int) -> None:
-        """Until something changed since ``seen``, a lease expires, or it is time to stop."""
-        expiry = self._engine.next_expiry
-        timeout = None if expiry is None else max(0.0, expiry - self._clock())
+        """Until something changed since ``seen``, the engine has something to end, or it is time to stop."""
+        deadline = self._engine.next_deadline
+        timeout = None if deadline is None else max(0.0, deadline - self._clock())
         with self._condition:
             if self._changes == seen and not self._stopping:
                 self._condition.wait(timeout)

@@ -81,6 +81,7 @@ class Engine:
                 max_batch_size=config.max_batch_size,
                 max_sequences=config.max_sequences,
                 lease_ttl_s=config.lease_ttl_s,
+                page_wait_s=config.reserve_wait_s,
             )
         )
         self._statistics = Statistics()
@@ -101,10 +102,10 @@ class Engine:
         return self._scheduler.pages_freed
 
     @property
-    def next_expiry(self) -> float | None:
-        """When (by the engine's clock) ``step`` has a lease to expire."""
+    def next_deadline(self) -> float | None:
+        """When (by the engine's clock) ``step`` has something to end: a lease, or a send that waited in vain."""
         with self._lock:
-            return self._scheduler.next_expiry
+            return self._scheduler.next_deadline
 
     # --- requests --------------------------------------------------------------------------------------------
 
@@ -136,8 +137,8 @@ class Engine:
     def submit_send(self, job: SendJob, on_done: OnSent) -> None:
         """Queue a send; the receiver has granted the write.
 
-        ``on_done`` is called when no put of it can happen any more, whether it was done, failed or was aborted.
-        Raises as ``submit``.
+        ``on_done`` is called when no put of it can happen any more, whether it was done, failed or was aborted; with
+        KVExhausted when leases hold the pages that it needs, for longer than ``reserve_wait_s``. Raises as ``submit``.
         """
         check_send(job, vocab_size=self._vocab_size, max_context=self._max_context)
         now_ns = time.monotonic_ns()
@@ -233,6 +234,7 @@ class Engine:
         """Schedule, run, complete. False = nothing could run."""
         batch = self._schedule()
         if not batch:
+            self._emit(self._give_up())
             return False
         self._emit(self._complete(batch, self._run(batch)))
         return True
@@ -269,6 +271,14 @@ class Engine:
         with self._lock:
             self._expire()
             return [Work(chunk, self._tasks[chunk.sequence]) for chunk in self._scheduler.schedule()]
+
+    def _give_up(self) -> list[Event]:
+        with self._lock:
+            sequence = self._scheduler.send_to_give_up(self._clock())
+            if sequence is None:
+                return []
+            error = KVExhausted("reservations hold the KV pages that this send needs", retry_after_s=1.0)
+            return [self._end(self._tasks[sequence], error)]
 
     def _run(self, batch: Sequence[Work]) -> StepResult:
         """Run the model and sample. The wall: what goes wrong in here ends this step's requests and nothing else."""

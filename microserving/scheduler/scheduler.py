@@ -11,7 +11,8 @@ The rules:
 - A sequence takes the pages of all its tokens when it starts, then one page at a time. When a decode finds none, the
   newest other sequence is preempted: its pages are freed and it computes its tokens again later.
 - If nothing can run, the newest sequence that holds pages is preempted until the oldest can. Only leases may then be in
-  the way, and these expire; so there is no deadlock.
+  the way. They end, unless who renews them waits for a send that waits here for their pages (two engines may send to
+  each other, or one to itself): after ``page_wait_s`` the newest send is given up. So there is no deadlock.
 """
 
 from __future__ import annotations
@@ -32,12 +33,15 @@ RETRY_AFTER_S = 1.0
 
 @dataclass(frozen=True, slots=True)
 class SchedulerConfig:
+    """Sizes in pages, tokens or sequences as named. page_wait_s: how long a send may wait while nothing can run."""
+
     total_pages: int
     page_size: int
     chunk_size_tokens: int
     max_batch_size: int
     max_sequences: int
     lease_ttl_s: float
+    page_wait_s: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,6 +74,9 @@ class Scheduler:
         self._in_flight: list[Chunk] = []
         self._next_number = 0
         self._pages_wanted = 0  # by the first sequence that found no pages in the last ``schedule``
+        self._stalled_until: float | None = (
+            None  # when the sends that wait while nothing can run have waited enough
+        )
 
     # --- sequences -------------------------------------------------------------------------------------------
 
@@ -118,7 +125,21 @@ class Scheduler:
         while not chunks and self._preempt_newest_holder():
             chunks = self._build()
         self._in_flight = chunks
+        if chunks:
+            self._stalled_until = None
         return chunks
+
+    def send_to_give_up(self, now: float) -> Sequence | None:
+        """The newest send, once nothing could run for ``page_wait_s``. Call it when ``schedule`` found nothing."""
+        sends = [s for s in self._sequences.values() if s.kind is SequenceKind.SEND]
+        if not sends:
+            self._stalled_until = None
+        elif self._stalled_until is None:
+            self._stalled_until = now + self.config.page_wait_s
+        elif now >= self._stalled_until:
+            self._stalled_until = None
+            return sends[-1]
+        return None
 
     def complete(self) -> None:
         """The step ran (or failed): count its tokens as computed, and free what ended meanwhile.
@@ -253,10 +274,6 @@ class Scheduler:
         self._note_freed(free)
         return late
 
-    @property
-    def next_expiry(self) -> float | None:
-        return self._leases.next_expiry
-
     # --- what is going on ------------------------------------------------------------------------------------
 
     @property
@@ -268,8 +285,10 @@ class Scheduler:
         return len(self._leases)
 
     @property
-    def has_sequences(self) -> bool:
-        return bool(self._sequences)
+    def next_deadline(self) -> float | None:
+        """When a lease expires, or a send has waited enough."""
+        times = (self._leases.next_expiry, self._stalled_until)
+        return min((time for time in times if time is not None), default=None)
 
     def sequences(self) -> Iterator[Sequence]:
         """The live sequences, in order of arrival."""

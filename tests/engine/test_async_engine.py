@@ -42,7 +42,8 @@ def anyio_backend() -> str:
 async def running(
     *, pages: int = 64, reserve_wait_s: float = 5.0, max_waiting: int = 64, **config: Any
 ) -> AsyncIterator[AsyncEngine]:
-    engine = Engine(FakeRunner(total_pages=pages), FakeTokenizer(), EngineConfig(**config))
+    options = EngineConfig(reserve_wait_s=reserve_wait_s, **config)
+    engine = Engine(FakeRunner(total_pages=pages), FakeTokenizer(), options)
     served = AsyncEngine(engine, reserve_wait_s=reserve_wait_s, max_waiting=max_waiting)
     await served.start()
     try:
@@ -255,6 +256,15 @@ async def test_a_cancelled_send_returns_after_its_last_put() -> None:
         with pytest.raises(asyncio.CancelledError):
             await sending
         assert_idle(prefill)
+
+
+async def test_a_send_that_waits_for_the_pages_of_its_own_lease_is_given_up() -> None:
+    async with running(pages=4, reserve_wait_s=0.05) as engine:
+        reservation = await engine.prep_recv("r", prompt_of(40), 40)
+        with pytest.raises(KVExhausted):
+            await engine.send(job(engine, reservation, prompt_of(40)))
+        assert engine.abort("r")
+        assert_idle(engine)
 
 
 async def test_a_send_of_nothing() -> None:

@@ -324,6 +324,37 @@ def test_a_generation_waits_while_leases_hold_all_pages_and_then_goes_on() -> No
     node.assert_idle()
 
 
+def test_sends_and_leases_that_wait_for_each_other_do_not_wait_for_ever() -> None:
+    """Two engines that send to each other, each pool full of leases for the other's send; the router renews them."""
+    clock = Clock()
+    one, two = (Node(FakeRunner(total_pages=4), clock=clock, reserve_wait_s=5) for _ in range(2))
+    prompt = prompt_of(40)
+    sent, leases = [], []
+    for sender, receiver in ((one, two), (two, one)):
+        reservation, lease = receiver.reserve_and_grant("r", prompt, 40)
+        sent.append(sender.send(receiver, reservation, prompt))
+        leases.append(lease)
+    for _ in range(4):
+        one.run()
+        two.run()
+        assert not any(outcome.ended for outcome in sent)
+        clock.now += 1
+        assert one.engine.renew("r") == two.engine.renew("r") == 30.0
+    clock.now += 1
+    one.run()
+    assert isinstance(sent[0].error, KVExhausted)
+    assert sent[0].error.retry_after_s
+    two.engine.end_write(leases[0], ok=False)  # as the hand-off tells the receiver
+    two.run()
+    assert sent[1].done is not None
+    one.engine.end_write(leases[1], ok=True)
+    outcome = one.submit(prompt, 4, request_id="r")
+    one.run()
+    assert outcome.tokens == alone(prompt, 4)
+    one.assert_idle()
+    two.assert_idle()
+
+
 def test_too_many_requests() -> None:
     node = Node(max_sequences=2)
     node.submit([1])

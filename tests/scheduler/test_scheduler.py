@@ -14,7 +14,7 @@ def make(**changes: int) -> Scheduler:
         "max_batch_size": 4,
         "max_sequences": 8,
     }
-    return Scheduler(SchedulerConfig(**(fields | changes), lease_ttl_s=10.0))
+    return Scheduler(SchedulerConfig(**(fields | changes), lease_ttl_s=10.0, page_wait_s=5.0))
 
 
 def prompt(name: str, tokens: int, arrival: float = 0.0) -> Sequence:
@@ -178,7 +178,7 @@ def test_a_sequence_that_ends_in_a_step_keeps_its_pages_until_the_step_is_over()
     scheduler.check()
     scheduler.complete()
     assert scheduler.pages.free == 16
-    assert not scheduler.has_sequences
+    assert not list(scheduler.sequences())
 
 
 @pytest.mark.case("PD-32")
@@ -211,3 +211,38 @@ def test_waiting_holders_do_not_block_each_other_for_ever() -> None:
         scheduler.add_received(prompt(name, 9))
     assert step(scheduler) == [("a", 8, 1, True)]
     assert scheduler.preemptions == 1
+
+
+def test_sends_that_wait_for_leased_pages_are_given_up_one_by_one() -> None:
+    scheduler = make(total_pages=4)
+    assert scheduler.try_reserve("r", tuple(range(12)), 0, 12, now=0.0) is not None
+    first, second = send("a", 12, "x"), send("b", 12, "x")
+    scheduler.add(first)
+    scheduler.add(second)
+
+    def given_up(now: float) -> Sequence | None:
+        assert scheduler.schedule() == []
+        return scheduler.send_to_give_up(now)
+
+    assert given_up(1.0) is None
+    assert scheduler.next_deadline == 6.0
+    assert given_up(5.9) is None
+    assert given_up(6.0) is second
+    scheduler.finish(second)
+    assert given_up(6.1) is None  # the other one has its own time
+    assert scheduler.next_deadline == 10.0  # the lease
+    scheduler.renew("r", now=9.0)
+    assert given_up(11.0) is None
+    scheduler.abort_reservation("r")
+    assert step(scheduler) == [("a", 0, 8, False)]
+    assert scheduler.next_deadline is None
+
+
+def test_a_generation_is_never_given_up() -> None:
+    scheduler = make(total_pages=4)
+    assert scheduler.try_reserve("r", tuple(range(12)), 0, 12, now=0.0) is not None
+    scheduler.add(prompt("a", 12))
+    for now in (1.0, 9.0):
+        assert scheduler.schedule() == []
+        assert scheduler.send_to_give_up(now) is None
+    assert scheduler.next_deadline == 10.0

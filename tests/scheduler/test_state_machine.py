@@ -42,7 +42,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         sequences=st.integers(1, 8),
     )
     def start(self, total: int, chunk: int, batch: int, sequences: int) -> None:
-        self.scheduler = Scheduler(SchedulerConfig(total, PAGE, chunk, batch, sequences, TTL))
+        self.scheduler = Scheduler(SchedulerConfig(total, PAGE, chunk, batch, sequences, TTL, TTL / 2))
         self.now = 0.0
         self.count = 0
         self.requests: dict[tuple[SequenceKind, str], Request] = {}
@@ -151,6 +151,16 @@ class SchedulerMachine(RuleBasedStateMachine):
         if self.batch is None:
             self.batch = self.scheduler.schedule()
             self.check_batch(self.batch)
+            if not self.batch:
+                self.give_up()
+
+    def give_up(self) -> None:
+        sequence = self.scheduler.send_to_give_up(self.now)
+        if sequence is not None:
+            assert sequence.kind is SequenceKind.SEND
+            pages = self.scheduler.pages
+            assert pages.reserved or pages.quarantined, "nothing but leases may cost a send its life"
+            self.finish(self.requests[sequence.key])
 
     @rule()
     def complete(self) -> None:
