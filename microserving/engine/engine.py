@@ -46,7 +46,7 @@ from microserving.errors import (
 )
 from microserving.protocol.generation import GenerationRequest
 from microserving.protocol.microserving import resolve_index
-from microserving.scheduler import Chunk, LeasedPages, Scheduler, SchedulerConfig, SequenceKind, SequenceState
+from microserving.scheduler import Chunk, LeasedPages, Scheduler, SchedulerConfig, SequenceKind
 from microserving.scheduler import Sequence as TokenSequence
 from microserving.transports.base import Lease
 
@@ -241,26 +241,7 @@ class Engine:
 
     def load(self) -> LoadSnapshot:
         with self._lock:
-            sequences = list(self._scheduler.sequences())
-            pages = self._scheduler.pages
-            waiting = sum(s.state is SequenceState.WAITING for s in sequences)
-            return LoadSnapshot(
-                running=len(sequences) - waiting,
-                waiting=waiting,
-                reserved=self._scheduler.live_leases,
-                free_pages=pages.free,
-                cached_pages=pages.cached,
-                running_pages=pages.running,
-                reserved_pages=pages.reserved,
-                quarantined_pages=pages.quarantined,
-                total_pages=pages.total,
-                queued_prefill_tokens=sum(
-                    s.remaining for s in sequences if s.state is not SequenceState.DECODE
-                ),
-                prefill_tokens_per_s=self._statistics.prefill_tokens_per_s,
-                decode_step_ms=self._statistics.decode_step_ms,
-                counters=self._statistics.counters(self._scheduler.preemptions),
-            )
+            return self._statistics.snapshot(self._scheduler)
 
     def check(self) -> None:
         """Raises InternalError when the books do not balance. For tests and idle time."""

@@ -1,4 +1,4 @@
-"""What an engine counts and measures about itself.
+"""What an engine counts and measures about itself, and tells as its load.
 
 Owns: the totals behind ``Counters`` and the two moving averages. Does not know: who reads them. Not thread-safe.
 """
@@ -7,8 +7,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from microserving.engine.jobs import Counters
-from microserving.scheduler import Chunk
+from microserving.engine.jobs import Counters, LoadSnapshot
+from microserving.scheduler import Chunk, Scheduler, SequenceState
 
 EWMA_WEIGHT = 0.25
 """Weight of the newest step in a moving average."""
@@ -41,7 +41,27 @@ class Statistics:
         if any(chunk.decode for chunk in chunks):
             self.decode_step_ms = _average(self.decode_step_ms, seconds * 1e3)
 
-    def counters(self, preemptions: int) -> Counters:
+    def snapshot(self, scheduler: Scheduler) -> LoadSnapshot:
+        sequences = list(scheduler.sequences())
+        waiting = sum(s.state is SequenceState.WAITING for s in sequences)
+        pages = scheduler.pages
+        return LoadSnapshot(
+            running=len(sequences) - waiting,
+            waiting=waiting,
+            reserved=scheduler.live_leases,
+            free_pages=pages.free,
+            cached_pages=pages.cached,
+            running_pages=pages.running,
+            reserved_pages=pages.reserved,
+            quarantined_pages=pages.quarantined,
+            total_pages=pages.total,
+            queued_prefill_tokens=sum(s.remaining for s in sequences if s.state is not SequenceState.DECODE),
+            prefill_tokens_per_s=self.prefill_tokens_per_s,
+            decode_step_ms=self.decode_step_ms,
+            counters=self._counters(scheduler.preemptions),
+        )
+
+    def _counters(self, preemptions: int) -> Counters:
         return Counters(
             prompt_tokens_computed=self.prompt_tokens_computed,
             recomputed_tokens=self.recomputed_tokens,
