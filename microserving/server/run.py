@@ -19,6 +19,7 @@ from microserving.errors import ConfigError
 from microserving.front import bind_listener, run_on_uvloop
 from microserving.model_files.catalog import open_model
 from microserving.model_files.model_config import ModelConfig
+from microserving.protocol.kv_descriptor import check_secret
 from microserving.protocol.kv_layout import KVLayout
 from microserving.server.node import EngineNode, EngineParts
 from microserving.tokenizer import Tokenizer
@@ -90,11 +91,14 @@ def kv_layout(model: ModelConfig, config: EngineConfig) -> KVLayout:
 
 
 def read_secret(path: Path | None) -> bytes | None:
-    """The cluster secret in a file, without white space around it; None when no file is named. Raises ConfigError."""
+    """The cluster secret in a file, without white space around it; None when no file is named.
+
+    Raises ConfigError when it cannot be read or is too short: now, not after minutes of loading.
+    """
     if path is None:
         return None
     try:
-        return path.read_bytes().strip()
+        return check_secret(path.read_bytes().strip())
     except OSError as error:
         raise ConfigError(f"cannot read the cluster secret file {path}: {error.strerror}") from None
 

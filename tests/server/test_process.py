@@ -114,5 +114,8 @@ def test_secrets(tmp_path: Path) -> None:
     file.write_text("  0123456789abcdef\n")
     assert read_secret(file) == b"0123456789abcdef"
     assert read_secret(None) is None
+    file.write_text("0123456789abcde\n")
+    with pytest.raises(ConfigError, match="15 bytes"):
+        read_secret(file)
     with pytest.raises(ConfigError, match="cannot read"):
         read_secret(tmp_path / "none")
