@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, initialize, invariant, multiple, rule
@@ -107,6 +108,15 @@ class SchedulerMachine(RuleBasedStateMachine):
     def abort_lease(self, lease: LeasedPages) -> None:
         live = lease.state in (LeaseState.ISSUED, LeaseState.WRITING, LeaseState.ARRIVED)
         assert self.scheduler.abort_reservation(lease.request_id) == live
+
+    @rule(lease=leases)
+    def renew(self, lease: LeasedPages) -> None:
+        live = lease.state in (LeaseState.ISSUED, LeaseState.WRITING, LeaseState.ARRIVED)
+        if live:
+            assert self.scheduler.renew(lease.request_id, self.now) == lease.expires_at == self.now + TTL
+        else:
+            with pytest.raises(LeaseError):
+                self.scheduler.renew(lease.request_id, self.now)
 
     @rule(seconds=st.sampled_from([0.5, 4.0, 11.0]))
     def expire(self, seconds: float) -> None:

@@ -124,6 +124,15 @@ def test_bad_descriptors(prefill: Running, decode: Running, kind: str) -> None:
     decode.verb("abort", request_id=kind)
 
 
+def test_another_prompt_of_the_same_length(prefill: Running, decode: Running) -> None:
+    """A router that mixes up two requests is told, instead of decoding over another's KV."""
+    received = decode.verb("prep_recv", prompt="hello", end=4, request_id="mine").json()
+    fields = {"begin": 0, "end": 4, "kv_addr_info": received["kv_append_metadata"], "recv_rank": 0}
+    check_error(prefill.verb("remote_send", prompt="jelly", **fields), 400, "prompt")
+    assert prefill.verb("remote_send", prompt="hello", **fields).json()["tokens_sent"] == 4
+    decode.verb("abort", request_id="mine")
+
+
 @pytest.mark.parametrize(
     ("begin", "end", "param"), [(1, 4, "begin"), (3, 2, "begin"), (0, 5, None), (0, 9, "end")]
 )
