@@ -141,9 +141,8 @@ class Engine:
         KVExhausted when leases hold the pages that it needs, for longer than ``reserve_wait_s``. Raises as ``submit``.
         """
         check_send(job, vocab_size=self._vocab_size, max_context=self._max_context)
-        now_ns = time.monotonic_ns()
         if job.begin == job.end:
-            on_done(SendDone(0, 0, 0, now_ns, now_ns))
+            on_done(SendDone(0, 0, 0))
             self.on_change()
             return
         prompt = list(job.prompt_token_ids[: job.end])
@@ -152,7 +151,7 @@ class Engine:
         with self._lock:
             self._require_open()
             self._scheduler.add(sequence)
-            self._tasks[sequence] = Send(sequence, job, on_done, now_ns)
+            self._tasks[sequence] = Send(sequence, job, on_done)
         self.on_change()
 
     def abort(self, request_id: str) -> bool:

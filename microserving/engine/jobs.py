@@ -49,15 +49,12 @@ class SendDone:
     """A send whose puts have all happened (the receiver does not know it yet).
 
     tokens_computed counts a position again when it was recomputed after a preemption; tokens_sent is exactly
-    ``end - begin`` and bytes_sent its K/V over all layers. submitted_ns .. finished_ns (CLOCK_MONOTONIC) includes the
-    time in the queue; ``steps`` is empty when there was nothing to do.
+    ``end - begin`` and bytes_sent its K/V over all layers. ``steps`` is empty when there was nothing to do.
     """
 
     tokens_computed: int
     tokens_sent: int
     bytes_sent: int
-    submitted_ns: int
-    finished_ns: int
     steps: tuple[StepTimes, ...] = ()
 
 

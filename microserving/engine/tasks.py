@@ -6,7 +6,6 @@ Owns: one request's output or progress. Does not know: the other requests, the l
 from __future__ import annotations
 
 import logging
-import time
 from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
@@ -72,7 +71,6 @@ class Send:
     sequence: Sequence
     job: SendJob
     notify: OnSent
-    submitted_ns: int
     tokens_computed: int = 0
     steps: list[StepTimes] = field(default_factory=list)
     error: MicroservingError | None = None
@@ -97,8 +95,6 @@ class Send:
             tokens_computed=self.tokens_computed,
             tokens_sent=tokens,
             bytes_sent=tokens * kv_bytes_per_token,
-            submitted_ns=self.submitted_ns,
-            finished_ns=time.monotonic_ns(),
             steps=tuple(self.steps),
         )
 

@@ -74,9 +74,7 @@ class Scheduler:
         self._in_flight: list[Chunk] = []
         self._next_number = 0
         self._pages_wanted = 0  # by the first sequence that found no pages in the last ``schedule``
-        self._stalled_until: float | None = (
-            None  # when the sends that wait while nothing can run have waited enough
-        )
+        self._stalled_until: float | None = None  # the sends may wait so long while nothing can run
 
     # --- sequences -------------------------------------------------------------------------------------------
 
