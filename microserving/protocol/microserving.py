@@ -278,6 +278,7 @@ class GenerationStreamReader:
 
     prompt_tokens: int
     done: bool = False
+    _finished: bool = False
     _completion_tokens: int = 0
     _last: GenerationChunk | None = None
 
@@ -285,6 +286,8 @@ class GenerationStreamReader:
         """The chunks that one event's data completes. Raises the error that an error event stands for, or
         EngineUnavailable when the event is not a completion chunk."""
         if data == DONE_DATA:
+            if not self._finished:
+                raise EngineUnavailable("the engine ended a generation without a finish reason")
             self.done = True
             last, self._last = self._last, None
             return [] if last is None else [last]
@@ -318,9 +321,11 @@ class GenerationStreamReader:
             prompt_tokens=self.prompt_tokens,
             completion_tokens=self._completion_tokens,
         )
+        if self._finished:
+            raise EngineUnavailable("the engine went on after the finish reason")
         if chunk.finish_reason is None:
             return [chunk]
-        self._last = chunk
+        self._last, self._finished = chunk, True
         return []
 
 

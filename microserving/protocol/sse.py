@@ -66,5 +66,5 @@ class SSEParser:
         if name == "data":
             value = value.removeprefix(" ")
             self._data.append(value)
-            self._held += len(value)
+            self._held += len(value) + 1  # the line break, so that empty lines count
         return None

@@ -95,7 +95,8 @@ class HealthMonitor:
                 return
             self._refreshed_at = now
             self._refreshing = asyncio.create_task(self._probe_down())
-        await asyncio.shield(self._refreshing)
+        # Not awaited itself: when ``stop`` ends it, those who wait here go on and answer that nothing is ready.
+        await asyncio.wait([self._refreshing])
 
     async def probe(self, peer: Peer) -> None:
         """Ask one engine how it is, and report it. Never raises."""
@@ -141,5 +142,7 @@ class HealthMonitor:
                 data = await peer.client.fetch_tokenizer()
                 self.tokenizer = await asyncio.to_thread(self._load_tokenizer, data)
                 self._model_hash = info.model_hash
+            # Meanwhile any of them may have gone down, this one included.
             contexts = [up.client.info.max_context for up in self._registry.up if up.client.info is not None]
-            self.model = ServedModel(id=info.model, max_context=min(contexts), created=info.created)
+            smallest = min([info.max_context, *contexts])
+            self.model = ServedModel(id=info.model, max_context=smallest, created=info.created)

@@ -50,7 +50,7 @@ class Holdings:
     def choose(self, engine: EngineClient) -> HeldEngine:
         """``engine`` as a policy chose it. It counts from now on, so that the next request sees it when it chooses,
         although the program may first wait for another engine."""
-        if engine not in self._claims:
+        if engine not in self._claims and not any(held is engine for held, _ in self._held):
             self._claims.add(engine)
             self._in_flight[engine] += 1
         return self.bind(engine)

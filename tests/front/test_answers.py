@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import threading
 from collections.abc import AsyncIterator
 from typing import Any
 
@@ -14,7 +15,7 @@ from microserving.front import FrontSettings, create_front
 from microserving.front.generations import derive_seed
 from microserving.protocol.generation import GenerationChunk, GenerationRequest
 
-from .fakes import ScriptedBackend, call, events, pieces
+from .fakes import ByteTokenizer, ScriptedBackend, call, events, pieces
 
 CHAT = {"model": "org/tiny", "messages": [{"role": "user", "content": "hi"}]}
 TEXT = {"model": "org/tiny", "prompt": "abc"}
@@ -326,3 +327,21 @@ def test_an_unknown_model_is_not_repeated_raw() -> None:
     assert response.status_code == 404
     assert error(response)["message"].isprintable()
     assert "b" * 60 not in error(response)["message"]
+
+
+def test_prompts_that_are_long_together_are_tokenised_off_the_event_loop() -> None:
+    """Each alone is short, but 256 of them would hold up everybody's stream."""
+    threads = set()
+
+    class Recording(ByteTokenizer):
+        def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
+            threads.add(threading.get_ident())
+            return super().encode(text)
+
+    backend = ScriptedBackend(pieces(["a"]))
+    backend.tokenizer = Recording()
+    response = post(backend, {"prompt": ["x" * 40] * 256, "max_tokens": 1})
+    assert response.status_code == 200
+    assert len(response.json()["choices"]) == 256
+    assert threads
+    assert threading.get_ident() not in threads

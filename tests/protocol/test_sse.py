@@ -51,7 +51,7 @@ def test_what_is_encoded_is_parsed() -> None:
     assert SSEParser().feed(encode_event(b'{"x":"\\n"}') + DONE_EVENT) == ['{"x":"\\n"}', DONE_DATA]
 
 
-@pytest.mark.parametrize("chunk", [b"data: " + b"x" * 60, b"data: xxxxx\n" * 12, b"x" * 101])
+@pytest.mark.parametrize("chunk", [b"data: " + b"x" * 60, b"data: xxxxx\n" * 12, b"data:\n" * 40, b"x" * 101])
 def test_an_endless_event_is_refused(chunk: bytes) -> None:
     parser = SSEParser(max_event_bytes=100)
     with pytest.raises(EngineUnavailable):

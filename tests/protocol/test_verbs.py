@@ -183,3 +183,19 @@ def test_an_error_event_is_raised_as_what_it_was() -> None:
         GenerationStreamReader(prompt_tokens=1).feed(body)
     with pytest.raises(EngineUnavailable):
         GenerationStreamReader(prompt_tokens=1).feed('{"error":{}}')
+
+
+@pytest.mark.parametrize("events", [["[DONE]"], ['{"choices":[{"text":"a"}]}', "[DONE]"]])
+def test_a_stream_without_a_finish_reason_is_a_failed_engine(events: list[str]) -> None:
+    reader = GenerationStreamReader(prompt_tokens=1)
+    with pytest.raises(EngineUnavailable, match="without a finish reason"):
+        list(map(reader.feed, events))
+    assert not reader.done
+
+
+@pytest.mark.parametrize("finish", ["null", '"length"'])
+def test_nothing_comes_after_the_finish_reason(finish: str) -> None:
+    reader = GenerationStreamReader(prompt_tokens=1)
+    reader.feed('{"choices":[{"text":"a","finish_reason":"stop"}]}')
+    with pytest.raises(EngineUnavailable, match="went on"):
+        reader.feed(f'{{"choices":[{{"text":"b","finish_reason":{finish}}}]}}')

@@ -351,3 +351,42 @@ def test_an_engine_whose_tokenizer_cannot_be_had_is_not_used() -> None:
         assert not watch.monitor.ready
 
     run(scenario)
+
+
+def test_an_engine_that_dies_while_its_tokenizer_is_fetched_comes_back() -> None:
+    async def scenario(stack: AsyncExitStack) -> None:
+        (engine,) = await engines(stack, {})
+        watch = watched(stack, [], [engine])
+        (peer,) = watch.registry.peers
+        fetch = peer.client.fetch_tokenizer
+
+        async def fetch_and_die() -> dict[str, Any]:
+            data = await fetch()
+            watch.registry.mark_down(peer, "the connection broke")
+            return data
+
+        peer.client.fetch_tokenizer = fetch_and_die  # type: ignore[method-assign]
+        await watch.monitor.probe(peer)
+        assert watch.states == ["down"]
+        assert watch.monitor.model is not None
+        assert watch.monitor.model.max_context == engine.info["max_context"]
+        await watch.monitor.probe(peer)
+        assert watch.states == ["up"]
+
+    run(scenario)
+
+
+def test_stopping_does_not_cancel_those_who_wait_for_a_refresh() -> None:
+    """They still have a client to answer."""
+
+    async def scenario(stack: AsyncExitStack) -> None:
+        (engine,) = await engines(stack, {})
+        watch = watched(stack, [], [engine])
+        engine.thawed.clear()
+        waiting = asyncio.create_task(watch.monitor.refresh())
+        await engine.frozen_by.wait()
+        await watch.monitor.stop()
+        await waiting
+        assert not watch.monitor.ready
+
+    run(scenario)

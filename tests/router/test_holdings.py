@@ -56,6 +56,8 @@ def test_a_choice_and_its_use_count_once() -> None:
         received = await receiver.prep_recv(REQUEST, end=4)
         assert counts() == (1, 1)
         assert received.engine is receiver
+        assert cluster.decode.round_robin() is receiver  # chosen again while it holds something
+        assert counts() == (1, 1)
         await sender.remote_send(REQUEST, to=received)
         assert counts() == (0, 1)
         async for chunk in receiver.start_generate(REQUEST, begin=4):
