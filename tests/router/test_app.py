@@ -215,7 +215,6 @@ def test_stopping_ends_what_runs_with_an_error(stage: str) -> None:
         async with asyncio.timeout(5):
             while stage not in frozen.verbs:  # noqa: ASYNC110 - the server has no event for it
                 await asyncio.sleep(0.001)
-        await asyncio.sleep(0.01)
         await setup.router.end_requests()
         response = await running
         assert response.status_code == 502
@@ -272,3 +271,15 @@ class TestStartingAProcess:
         settings = RouterConfig(program="no_such_program", decode_peers=("http://127.0.0.1:1",), port=0)
         with pytest.raises(ProgramError, match="there is no router program 'no_such_program'"):
             run_router(settings)
+
+
+def test_the_document_describes_the_stats() -> None:
+    async def scenario(setup: Setup) -> None:
+        document = (await setup.http.get("/openapi.json")).json()
+        answer = document["paths"]["/router/stats"]["get"]["responses"]["200"]["content"]
+        assert answer["application/json"]["schema"] == {"$ref": "#/components/schemas/RouterStats"}
+        assert set(document["components"]["schemas"]["RouterStats"]["properties"]) == set(await setup.stats())
+        assert "/v1/chat/completions" in document["paths"]
+        assert not [path for path in document["paths"] if path.startswith("/microserving")]
+
+    with_router(scenario)
