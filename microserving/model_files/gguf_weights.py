@@ -1,7 +1,8 @@
-"""A Llama-family model in a GGUF file, as a WeightSource: canonical names, NeoX order, checked shapes.
+"""A model in a GGUF file, as a WeightSource: canonical names, NeoX order, checked shapes.
 
-Owns the mapping from GGUF's tensor names and its row order. The converter to GGUF interleaves the rows of q and k
-for a rope that rotates neighbours; here that is undone on the packed rows, without unpacking them.
+Owns the mapping from GGUF's tensor names and its row order. The converter to GGUF interleaves the rows of a Llama's q and k
+for a rope that rotates neighbours; here that is undone on the packed rows, without unpacking them. Other architectures
+keep their order.
 """
 
 from __future__ import annotations
@@ -30,23 +31,26 @@ _LAYER_NAMES = {
     "attn_q": "self_attn.q_proj",
     "attn_k": "self_attn.k_proj",
     "attn_v": "self_attn.v_proj",
+    "attn_q_norm": "self_attn.q_norm",
+    "attn_k_norm": "self_attn.k_norm",
     "attn_output": "self_attn.o_proj",
     "ffn_norm": "post_attention_layernorm",
     "ffn_gate": "mlp.gate_proj",
     "ffn_up": "mlp.up_proj",
     "ffn_down": "mlp.down_proj",
 }
-_LAYER = re.compile(r"blk\.(0|[1-9][0-9]{0,4})\.([a-z_]+)\.weight")
+_INTERLEAVED = frozenset({"llama"})
+_LAYER = re.compile(r"blk\.(0|[1-9][0-9]{0,4})\.([a-z_]+)\.(weight|bias)")
 
 
 def canonical_name(name: str) -> str | None:
-    """The Hugging Face name of a GGUF tensor; None for one that a Llama model does not have."""
+    """The Hugging Face name of a GGUF tensor; None for one that no architecture here has."""
     if name in _TOP_NAMES:
         return _TOP_NAMES[name]
     match = _LAYER.fullmatch(name)
     if match is None or match[2] not in _LAYER_NAMES:
         return None
-    return f"model.layers.{match[1]}.{_LAYER_NAMES[match[2]]}.weight"
+    return f"model.layers.{match[1]}.{_LAYER_NAMES[match[2]]}.{match[3]}"
 
 
 def neox_rows(rows: npt.NDArray[np.uint8], heads: int) -> npt.NDArray[np.uint8]:
@@ -98,7 +102,9 @@ class GGUFWeights:
         return Weight(name, stored.kind, stored.shape, rows)
 
     def _rotated_heads(self, name: str) -> int | None:
-        """How many heads a tensor has that rope rotates; None for other tensors."""
+        """How many heads a tensor has whose rows the converter interleaved; None for other tensors."""
+        if self._config.architecture not in _INTERLEAVED:
+            return None
         if name.endswith("self_attn.q_proj.weight"):
             return self._config.num_heads
         if name.endswith("self_attn.k_proj.weight"):
@@ -117,7 +123,7 @@ def _by_canonical_name(tensors: Mapping[str, GGUFTensor]) -> dict[str, GGUFTenso
     for name, tensor in tensors.items():
         canonical = canonical_name(name)
         if canonical is None:
-            raise ModelLoadError(f"tensor {name!r} is not part of a llama model")
+            raise ModelLoadError(f"tensor {name!r} is not part of a supported model")
         named[canonical] = tensor
     return named
 

@@ -8,15 +8,34 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from microserving.errors import ModelLoadError
 
 if TYPE_CHECKING:
     from microserving.model_files.gguf import GGUFMetadata
 
-GGUF_ARCHITECTURES = ("llama",)
-HF_ARCHITECTURES = {"LlamaForCausalLM": "llama", "MistralForCausalLM": "llama"}
+HF_ARCHITECTURES = {
+    "LlamaForCausalLM": "llama",
+    "MistralForCausalLM": "llama",
+    "Qwen2ForCausalLM": "qwen2",
+    "Qwen3ForCausalLM": "qwen3",
+}
+
+
+class Family(NamedTuple):
+    """How an architecture differs from the Llama of the same sizes; fields as in ModelConfig."""
+
+    attention_bias: bool
+    qk_norm: bool
+
+
+FAMILIES = {
+    "llama": Family(attention_bias=False, qk_norm=False),
+    "qwen2": Family(attention_bias=True, qk_norm=False),
+    "qwen3": Family(attention_bias=False, qk_norm=True),
+}
+"""Under GGUF's names."""
 
 _LIMITS = {
     "num_layers": 2**12,
@@ -34,8 +53,8 @@ _LIMITS = {
 class ModelConfig:
     """Sizes are counts of elements; max_context is in tokens. All checked when made (ModelLoadError).
 
-    architecture: the family, ``llama`` for now (Llama, SmolLM2, Mistral). head_dim is even (NeoX rope rotates
-    halves). attention_bias: q/k/v projections have a bias. qk_norm: q and k are RMS-normalised per head.
+    architecture: a key of FAMILIES; ``llama`` is Llama, SmolLM2 and Mistral, ``qwen2`` Qwen2.5 too. head_dim is even (NeoX
+    rope rotates halves). attention_bias: q/k/v projections have a bias. qk_norm: q and k are RMS-normalised per head.
     name: for people; no part of the model's identity.
     """
 
@@ -87,6 +106,11 @@ def tensor_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
         "mlp.up_proj.weight": (wide, hidden),
         "mlp.down_proj.weight": (hidden, wide),
     }
+    if config.attention_bias:
+        sizes = {"q": q_size, "k": kv_size, "v": kv_size}
+        layer.update({f"self_attn.{part}_proj.bias": (size,) for part, size in sizes.items()})
+    if config.qk_norm:
+        layer.update({f"self_attn.{part}_norm.weight": (config.head_dim,) for part in "qk"})
     shapes: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (config.vocab_size, hidden)}
     for i in range(config.num_layers):
         shapes.update({f"model.layers.{i}.{name}": shape for name, shape in layer.items()})
@@ -120,9 +144,9 @@ def config_from_gguf(
     for a missing or mistyped key and for what the project cannot run.
     """
     architecture = metadata.string("general.architecture")
-    if architecture not in GGUF_ARCHITECTURES:
+    if architecture not in FAMILIES:
         raise ModelLoadError(
-            f"architecture {architecture!r} is not supported (supported: {', '.join(GGUF_ARCHITECTURES)})"
+            f"architecture {architecture!r} is not supported (supported: {', '.join(FAMILIES)})"
         )
     _refuse_gguf_variants(metadata, architecture)
     num_heads = metadata.uint(f"{architecture}.attention.head_count")
@@ -141,8 +165,7 @@ def config_from_gguf(
         rope_theta=metadata.float(f"{architecture}.rope.freq_base", 10000.0),
         rms_norm_eps=metadata.float(f"{architecture}.attention.layer_norm_rms_epsilon"),
         tie_word_embeddings=tied,
-        attention_bias=False,
-        qk_norm=False,
+        **FAMILIES[architecture]._asdict(),
         name=metadata.string("general.name", fallback_name),
     )
     for key in ("attention.value_length", "rope.dimension_count"):
@@ -173,6 +196,8 @@ def config_from_hf(document: Mapping[str, object], *, fallback_name: str) -> Mod
     context = _integer(document, "max_position_embeddings", 2048)
     # Within one window sliding attention is full attention, so the window bounds the context exactly.
     window = _integer(document, "sliding_window", context)
+    if not _boolean(document, "use_sliding_window", not architecture.startswith("qwen")):
+        window = context  # Qwen names a window, and says whether it is used
     return ModelConfig(
         architecture=architecture,
         num_layers=_integer(document, "num_hidden_layers"),
@@ -180,16 +205,19 @@ def config_from_hf(document: Mapping[str, object], *, fallback_name: str) -> Mod
         intermediate_size=_integer(document, "intermediate_size"),
         num_heads=num_heads,
         num_kv_heads=_integer(document, "num_key_value_heads", num_heads),
-        head_dim=_integer(document, "head_dim", hidden // max(num_heads, 1)),
+        head_dim=_integer(document, "head_dim", _default_head_dim(architecture, hidden, num_heads)),
         vocab_size=_integer(document, "vocab_size"),
         max_context=min(context, window),
         rope_theta=_hf_rope_theta(document),
         rms_norm_eps=_number(document, "rms_norm_eps", 1e-6),
         tie_word_embeddings=_boolean(document, "tie_word_embeddings", False),
-        attention_bias=False,
-        qk_norm=False,
+        **FAMILIES[architecture]._asdict(),
         name=fallback_name,
     )
+
+
+def _default_head_dim(architecture: str, hidden: int, num_heads: int) -> int:
+    return 128 if architecture == "qwen3" else hidden // max(num_heads, 1)  # as Qwen3Config has it
 
 
 def _hf_architecture(document: Mapping[str, object]) -> str:

@@ -16,10 +16,12 @@ QUANTISED: tuple[WeightKind, ...] = ("q4_1", "q4_0", "q8_0")
 DENSE: tuple[WeightKind, ...] = ("f32", "f16", "bf16")
 
 
-def small_config(*, tied: bool, layers: int = 2, vocab: int = 100) -> ModelConfig:
+def small_config(
+    *, tied: bool, layers: int = 2, vocab: int = 100, architecture: str = "llama"
+) -> ModelConfig:
     """Grouped heads, a ragged vocabulary (no multiple of 16), sizes that are no powers of two."""
     return ModelConfig(
-        architecture="llama",
+        architecture=architecture,
         num_layers=layers,
         hidden_size=96,
         intermediate_size=160,
@@ -31,8 +33,8 @@ def small_config(*, tied: bool, layers: int = 2, vocab: int = 100) -> ModelConfi
         rope_theta=10000.0,
         rms_norm_eps=1e-5,
         tie_word_embeddings=tied,
-        attention_bias=False,
-        qk_norm=False,
+        attention_bias=architecture == "qwen2",
+        qk_norm=architecture == "qwen3",
         name="random",
     )
 
@@ -76,7 +78,7 @@ def _block_bytes(
 
 @dataclass(frozen=True)
 class RandomWeights:
-    """A ``WeightSource``. Matrices take the formats of ``kinds`` in turn; norms are f32 around 1."""
+    """A ``WeightSource``. Matrices take the formats of ``kinds`` in turn; norms are f32 around 1, biases around 0."""
 
     config: ModelConfig
     kinds: tuple[WeightKind, ...] = QUANTISED
@@ -96,8 +98,9 @@ class RandomWeights:
         shape = tensor_shapes(self.config)[name]
         rng = np.random.default_rng([self.seed, place])
         if len(shape) == 1:
-            norm = (1 + 0.1 * rng.standard_normal(shape)).astype("<f4")
-            return Weight(name, "f32", shape, norm.view(np.uint8)[None])
+            middle, size = (0.0, 0.5) if name.endswith(".bias") else (1.0, 0.1)
+            vector = (middle + size * rng.standard_normal(shape)).astype("<f4")
+            return Weight(name, "f32", shape, vector.view(np.uint8)[None])
         return random_weight(name, self.kinds[place % len(self.kinds)], shape, rng)
 
 

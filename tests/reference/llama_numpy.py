@@ -1,7 +1,9 @@
 """The Llama forward pass, written in numpy from the architecture's formulas; shares no code with the engine.
 
 Touvron et al. 2023 (https://arxiv.org/abs/2302.13971) with grouped-query attention (https://arxiv.org/abs/2305.13245):
-RMSNorm before attention and before the MLP, rotary embeddings in NeoX order, SwiGLU, residual adds.
+RMSNorm before attention and before the MLP, rotary embeddings in NeoX order, SwiGLU, residual adds. A projection that has a
+bias adds it (Qwen2, https://arxiv.org/abs/2407.10671); a head norm, when there is one, comes between the projection of q and k
+and their rotation (Qwen3, https://arxiv.org/abs/2505.09388).
 """
 
 from __future__ import annotations
@@ -94,6 +96,8 @@ class ReferenceLlama:
         q = self._linear(x, prefix + "q_proj").reshape(count, config.num_heads, config.head_dim)
         k = self._linear(x, prefix + "k_proj").reshape(count, config.num_kv_heads, config.head_dim)
         v = self._linear(x, prefix + "v_proj").reshape(count, config.num_kv_heads, config.head_dim)
+        if config.qk_norm:
+            q, k = self._norm(q, prefix + "q_norm"), self._norm(k, prefix + "k_norm")
         q, k = self._rope(q), self._rope(k)
         if self.kv_dtype is not None:
             k, v = k.astype(self.kv_dtype).astype(self.dtype), v.astype(self.kv_dtype).astype(self.dtype)

@@ -101,7 +101,9 @@ class TinyShape:
     context: int = 128
 
 
-def tiny_arrays(shape: TinyShape, *, tied: bool = True, seed: int = 0) -> dict[str, np.ndarray]:
+def tiny_arrays(
+    shape: TinyShape, *, tied: bool = True, seed: int = 0, architecture: str = "llama"
+) -> dict[str, np.ndarray]:
     """Canonical name -> float32 weights, rows of q and k in NeoX order."""
     rng = np.random.default_rng(seed)
 
@@ -127,6 +129,14 @@ def tiny_arrays(shape: TinyShape, *, tied: bool = True, seed: int = 0) -> dict[s
     arrays["model.norm.weight"] = norm()
     if not tied:
         arrays["lm_head.weight"] = matrix(shape.vocab, shape.hidden)
+    for i in range(shape.layers):
+        prefix = f"model.layers.{i}.self_attn."
+        if architecture == "qwen2":
+            for part, size in (("q", q), ("k", kv), ("v", kv)):
+                arrays[f"{prefix}{part}_proj.bias"] = rng.standard_normal(size).astype(np.float32)
+        if architecture == "qwen3":
+            for part in "qk":
+                arrays[f"{prefix}{part}_norm.weight"] = rng.standard_normal(shape.head_dim).astype(np.float32)
     return arrays
 
 
@@ -138,6 +148,8 @@ _GGUF_NAMES = {
     "self_attn.q_proj": "attn_q",
     "self_attn.k_proj": "attn_k",
     "self_attn.v_proj": "attn_v",
+    "self_attn.q_norm": "attn_q_norm",
+    "self_attn.k_norm": "attn_k_norm",
     "self_attn.o_proj": "attn_output",
     "post_attention_layernorm": "ffn_norm",
     "mlp.gate_proj": "ffn_gate",
@@ -147,11 +159,11 @@ _GGUF_NAMES = {
 
 
 def gguf_name(name: str) -> str:
-    stem = name.removesuffix(".weight")
+    stem, _, last = name.rpartition(".")
     if stem.startswith("model.layers."):
         _, _, index, rest = stem.split(".", 3)
-        return f"blk.{index}.{_GGUF_NAMES[rest]}.weight"
-    return f"{_GGUF_NAMES[stem]}.weight"
+        return f"blk.{index}.{_GGUF_NAMES[rest]}.{last}"
+    return f"{_GGUF_NAMES[stem]}.{last}"
 
 
 def interleaved(rows: np.ndarray, heads: int) -> np.ndarray:
@@ -200,31 +212,32 @@ def tiny_gguf(
     kind: str = "f32",
     tied: bool = True,
     seed: int = 0,
+    architecture: str = "llama",
     pairs: Mapping[str, tuple[str, Any]] | None = None,
 ) -> RawGGUF:
     """A whole small model; matrices of ``kind``, norms f32. ``pairs`` replace or add metadata."""
     shape = shape or TinyShape()
     file = RawGGUF(
         {
-            "general.architecture": ("STRING", "llama"),
+            "general.architecture": ("STRING", architecture),
             "general.name": ("STRING", "tiny"),
-            "llama.block_count": ("UINT32", shape.layers),
-            "llama.context_length": ("UINT32", shape.context),
-            "llama.embedding_length": ("UINT32", shape.hidden),
-            "llama.feed_forward_length": ("UINT32", shape.wide),
-            "llama.attention.head_count": ("UINT32", shape.heads),
-            "llama.attention.head_count_kv": ("UINT32", shape.kv_heads),
-            "llama.attention.layer_norm_rms_epsilon": ("FLOAT32", 1e-5),
-            "llama.rope.freq_base": ("FLOAT32", 10000.0),
-            "llama.rope.dimension_count": ("UINT32", shape.head_dim),
+            f"{architecture}.block_count": ("UINT32", shape.layers),
+            f"{architecture}.context_length": ("UINT32", shape.context),
+            f"{architecture}.embedding_length": ("UINT32", shape.hidden),
+            f"{architecture}.feed_forward_length": ("UINT32", shape.wide),
+            f"{architecture}.attention.head_count": ("UINT32", shape.heads),
+            f"{architecture}.attention.head_count_kv": ("UINT32", shape.kv_heads),
+            f"{architecture}.attention.layer_norm_rms_epsilon": ("FLOAT32", 1e-5),
+            f"{architecture}.rope.freq_base": ("FLOAT32", 10000.0),
+            f"{architecture}.rope.dimension_count": ("UINT32", shape.head_dim),
             **(pairs or {}),
         }
     )
-    for name, values in tiny_arrays(shape, tied=tied, seed=seed).items():
+    for name, values in tiny_arrays(shape, tied=tied, seed=seed, architecture=architecture).items():
         stored = values
-        if name.endswith("q_proj.weight"):
+        if name.endswith("q_proj.weight") and architecture == "llama":
             stored = interleaved(values, shape.heads)
-        elif name.endswith("k_proj.weight"):
+        elif name.endswith("k_proj.weight") and architecture == "llama":
             stored = interleaved(values, shape.kv_heads)
         used = "f32" if values.ndim == 1 else kind
         file.tensors[gguf_name(name)] = RawTensor(used, values.shape, encode(stored, used))
@@ -245,11 +258,13 @@ def safetensors_bytes(tensors: Mapping[str, tuple[str, Sequence[int], bytes]]) -
     return struct.pack("<Q", len(text)) + text + data
 
 
-def tiny_hf_config(shape: TinyShape | None = None, *, tied: bool = True) -> dict[str, Any]:
+def tiny_hf_config(
+    shape: TinyShape | None = None, *, tied: bool = True, architecture: str = "llama"
+) -> dict[str, Any]:
     shape = shape or TinyShape()
     return {
-        "architectures": ["LlamaForCausalLM"],
-        "model_type": "llama",
+        "architectures": [f"{architecture.capitalize()}ForCausalLM"],
+        "model_type": architecture,
         "num_hidden_layers": shape.layers,
         "hidden_size": shape.hidden,
         "intermediate_size": shape.wide,
@@ -266,19 +281,30 @@ def tiny_hf_config(shape: TinyShape | None = None, *, tied: bool = True) -> dict
 
 
 def tiny_tensors(
-    shape: TinyShape | None = None, *, kind: str = "f32", tied: bool = True, seed: int = 0
+    shape: TinyShape | None = None,
+    *,
+    kind: str = "f32",
+    tied: bool = True,
+    seed: int = 0,
+    architecture: str = "llama",
 ) -> dict[str, tuple[str, Sequence[int], bytes]]:
-    arrays = tiny_arrays(shape or TinyShape(), tied=tied, seed=seed)
+    arrays = tiny_arrays(shape or TinyShape(), tied=tied, seed=seed, architecture=architecture)
     return {name: (kind.upper(), values.shape, encode(values, kind)) for name, values in arrays.items()}
 
 
 def write_tiny_hf(
-    directory: Path, *, shards: int = 1, kind: str = "f32", tied: bool = True, seed: int = 0
+    directory: Path,
+    *,
+    shards: int = 1,
+    kind: str = "f32",
+    tied: bool = True,
+    seed: int = 0,
+    architecture: str = "llama",
 ) -> Path:
     """A Hugging Face directory (without tokenizer)."""
     directory.mkdir(parents=True, exist_ok=True)
-    (directory / "config.json").write_text(json.dumps(tiny_hf_config(tied=tied)))
-    tensors = tiny_tensors(kind=kind, tied=tied, seed=seed)
+    (directory / "config.json").write_text(json.dumps(tiny_hf_config(tied=tied, architecture=architecture)))
+    tensors = tiny_tensors(kind=kind, tied=tied, seed=seed, architecture=architecture)
     if shards == 1:
         (directory / "model.safetensors").write_bytes(safetensors_bytes(tensors))
         return directory

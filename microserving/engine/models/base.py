@@ -17,8 +17,10 @@ from microserving.engine.kernels.attention import decode_kernel, prefill_kernel
 from microserving.engine.kernels.common import Isa
 from microserving.engine.kernels.elementwise import embedding_kernel
 from microserving.engine.kernels.kv_write import LAYER_END, append_kernel, put_kernel, stamp_kernel
-from microserving.engine.kernels.matmul import MatmulShape, TileKind, matmul_kernel
+from microserving.engine.kernels.matmul import CODE_BITS, GROUP, MatmulShape, TileKind, matmul_kernel
+from microserving.engine.kernels.matmul_int8 import QUADS, matmul_int8_kernel
 from microserving.engine.kernels.plan import TASK_FIELDS, AttentionShape
+from microserving.engine.kernels.quantise import quantise_kernel
 from microserving.model_files import ModelConfig
 from microserving.protocol.kv_layout import KVLayout
 
@@ -48,8 +50,8 @@ class StepModel(Protocol):
 
     def __init__(self, spec: ModelSpec) -> None: ...
 
-    @staticmethod
-    def parameters_of(config: ModelConfig) -> Parameters:
+    @classmethod
+    def parameters_of(cls, config: ModelConfig) -> Parameters:
         """Every graph parameter and what it is made of."""
 
     def export_tvm(self, spec: Any) -> tuple[tvm.IRModule, list[tuple[str, Any]]]: ...
@@ -142,18 +144,49 @@ def _like(tensor: Any) -> Any:
     return nn.Tensor.placeholder(tensor.shape, tensor.dtype)
 
 
+@dataclass(frozen=True)
+class QuantisedRows:
+    """Activations as ``kernels.quantise`` writes them. codes: int32 [n, columns / 32, 8]; scales: float32 [.., .., 2]."""
+
+    codes: Any
+    scales: Any
+
+    @property
+    def shape(self) -> Any:
+        return self.codes.shape
+
+
 class Matrix(nn.Module):  # type: ignore[misc]
-    """A packed weight: as a product, and as an embedding table."""
+    """A packed weight: as a product, and as an embedding table.
+
+    takes_int8: products are computed from quantised rows, which a kernel before may already have made (``quantised_by``).
+    """
 
     def __init__(self, spec: ModelSpec, name: str, rows: int, columns: int) -> None:
         self.shape = MatmulShape(spec.kinds[name], rows, columns)
         self.isa = spec.isa
+        self.takes_int8 = spec.layout.activations == "int8" and self.shape.kind in CODE_BITS
         self.tiles = nn.Parameter(self.shape.tiles, "uint8")
 
     def forward(self, x: Any) -> Any:
-        shape = self.shape
+        """x: float32 [n, columns], or QuantisedRows when takes_int8."""
+        shape, out = self.shape, new([x.shape[0], self.shape.rows])
         name = f"matmul_{shape.kind}_{shape.rows}_{shape.columns}"
-        return call(matmul_kernel(shape, self.isa), name, [x, self.tiles], new([x.shape[0], shape.rows]))
+        if not self.takes_int8:
+            return call(matmul_kernel(shape, self.isa), name, [x, self.tiles], out)
+        if not isinstance(x, QuantisedRows):
+            x = self.quantised_by(quantise_kernel(shape.columns, shape.kind), "quantise", [x])
+        kernel = matmul_int8_kernel(shape, self.isa)
+        return call(kernel, f"{name}_int8", [x.codes, x.scales, self.tiles], out)
+
+    def quantised_by(self, kernel: tirx.PrimFunc, name: str, args: Sequence[Any]) -> QuantisedRows:
+        """The rows for this weight that ``kernel``, which gives codes and scales, makes of ``args``."""
+        return QuantisedRows(*call(kernel, name, args, self.quantised_outputs(args[0].shape[0])))
+
+    def quantised_outputs(self, n: Any) -> list[Any]:
+        """Placeholders of the codes and scales of n rows."""
+        groups = self.shape.columns // GROUP
+        return [new([n, groups, QUADS], "int32"), new([n, groups, 2])]
 
     def gather(self, ids: Any) -> Any:
         shape = self.shape

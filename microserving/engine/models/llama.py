@@ -5,7 +5,8 @@ Formulas: Touvron et al. 2023 (arXiv 2302.13971), grouped-query attention (arXiv
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Mapping
+from typing import Any, ClassVar
 
 from tvm.relax.frontend import nn
 
@@ -16,11 +17,13 @@ from microserving.engine.kernels.elementwise import (
     rope_kernel,
     silu_mul_kernel,
 )
+from microserving.engine.kernels.quantise import add_norm_quantise_kernel, silu_mul_quantise_kernel
 from microserving.engine.models.base import (
     KVWriter,
     Matrix,
     ModelSpec,
     Parameters,
+    QuantisedRows,
     StepInputs,
     attention,
     call,
@@ -35,11 +38,18 @@ _FUSED = {
     "gate_up": ("mlp.gate_proj", "mlp.up_proj"),
     "down": ("mlp.down_proj",),
 }
-_NORMS = {"attention_norm": "input_layernorm", "mlp_norm": "post_attention_layernorm"}
 
 
 class LlamaLayer(nn.Module):  # type: ignore[misc]
-    """One decoder layer. x is changed in place; a layer returns what is still to be added to it."""
+    """One decoder layer. x is changed in place; a layer returns what is still to be added to it.
+
+    VECTORS: each vector parameter and the tensors of a layer that it is made of.
+    """
+
+    VECTORS: ClassVar[Mapping[str, tuple[str, ...]]] = {
+        "attention_norm": ("input_layernorm.weight",),
+        "mlp_norm": ("post_attention_layernorm.weight",),
+    }
 
     def __init__(self, spec: ModelSpec, layer: int) -> None:
         config, prefix = spec.config, f"layers.{layer}."
@@ -57,8 +67,9 @@ class LlamaLayer(nn.Module):  # type: ignore[misc]
         self.down = Matrix(spec, f"{prefix}down.tiles", config.hidden_size, config.intermediate_size)
 
     def forward(self, x: Any, delta: Any, step: StepInputs, kv: KVWriter) -> tuple[Any, Any]:
-        x, normed = _add_norm(self.spec.config, x, delta, self.attention_norm)
-        x, normed = _add_norm(self.spec.config, x, self.attend(normed, step, kv), self.mlp_norm)
+        config = self.spec.config
+        x, normed = _add_norm(config, x, delta, self.attention_norm, self.qkv)
+        x, normed = _add_norm(config, x, self.attend(normed, step, kv), self.mlp_norm, self.gate_up)
         delta = self.mlp(normed)
         kv.layer_end(self.layer)
         return x, delta
@@ -66,33 +77,42 @@ class LlamaLayer(nn.Module):  # type: ignore[misc]
     def attend(self, x: Any, step: StepInputs, kv: KVWriter) -> Any:
         config, n = self.spec.config, x.shape[0]
         heads, kv_heads, dim = config.num_heads, config.num_kv_heads, config.head_dim
-        qkv = nn.op.reshape(self.qkv(x), (n, heads + 2 * kv_heads, dim))
+        qkv = nn.op.reshape(self.project(x), (n, heads + 2 * kv_heads, dim))
         parts = [new([n, heads, dim]), new([n, kv_heads, dim]), new([n, kv_heads, dim])]
         q, k, v = call(rope_kernel(heads, kv_heads, dim), "rope", [qkv, step.angles], parts)
         kv.write(k, v, self.layer)
         out = attention(self.spec, q, kv.pool, self.layer, step)
         return self.output(nn.op.reshape(out, (n, heads * dim)))
 
+    def project(self, x: Any) -> Any:
+        """q, k and v of each row side by side, before rope; architectures that differ there override this."""
+        return self.qkv(x)
+
     def mlp(self, x: Any) -> Any:
         size = self.spec.config.intermediate_size
         gate_up = self.gate_up(x)
+        if self.down.takes_int8:
+            kernel = silu_mul_quantise_kernel(size, self.down.shape.kind)
+            return self.down(self.down.quantised_by(kernel, "silu_mul_quantise", [gate_up]))
         return self.down(call(silu_mul_kernel(size), "silu_mul", [gate_up], new([x.shape[0], size])))
 
 
 class LlamaModel(nn.Module):  # type: ignore[misc]
     """``step`` and ``step_put`` as ``models.base`` describes them."""
 
+    LAYER: ClassVar[type[LlamaLayer]] = LlamaLayer
+
     def __init__(self, spec: ModelSpec) -> None:
         config = spec.config
         self.spec = spec
         self.embedding = Matrix(spec, "embedding.tiles", config.vocab_size, config.hidden_size)
-        self.layers = nn.ModuleList([LlamaLayer(spec, layer) for layer in range(config.num_layers)])
+        self.layers = nn.ModuleList([self.LAYER(spec, layer) for layer in range(config.num_layers)])
         self.last_norm = nn.Parameter((config.hidden_size,), "float32")
         if not config.tie_word_embeddings:
             self.head = Matrix(spec, "head.tiles", config.vocab_size, config.hidden_size)
 
-    @staticmethod
-    def parameters_of(config: ModelConfig) -> Parameters:
+    @classmethod
+    def parameters_of(cls, config: ModelConfig) -> Parameters:
         found: dict[str, tuple[str, ...]] = {
             "embedding.tiles": ("model.embed_tokens.weight",),
             "last_norm": ("model.norm.weight",),
@@ -101,8 +121,8 @@ class LlamaModel(nn.Module):  # type: ignore[misc]
             source = f"model.layers.{layer}."
             for name, parts in _FUSED.items():
                 found[f"layers.{layer}.{name}.tiles"] = tuple(f"{source}{part}.weight" for part in parts)
-            for name, part in _NORMS.items():
-                found[f"layers.{layer}.{name}"] = (f"{source}{part}.weight",)
+            for name, parts in cls.LAYER.VECTORS.items():
+                found[f"layers.{layer}.{name}"] = tuple(f"{source}{part}" for part in parts)
         if not config.tie_word_embeddings:
             found["head.tiles"] = ("lm_head.weight",)
         return found
@@ -179,11 +199,16 @@ class LlamaModel(nn.Module):  # type: ignore[misc]
         return self.embedding(rows) if config.tie_word_embeddings else self.head(rows)
 
 
-def _add_norm(config: ModelConfig, x: Any, delta: Any | None, weight: Any) -> tuple[Any, Any]:
-    """(x + delta, its RMSNorm); x is changed in place."""
+def _add_norm(config: ModelConfig, x: Any, delta: Any | None, weight: Any, reader: Matrix) -> tuple[Any, Any]:
+    """(x + delta, its RMSNorm, quantised when ``reader`` takes it so); x is changed in place."""
     size, eps = config.hidden_size, config.rms_norm_eps
     if delta is None:
         return x, call(rms_norm_kernel(size, eps), "rms_norm", [x, weight], new(x.shape))
+    if reader.takes_int8:
+        kernel = add_norm_quantise_kernel(size, eps, reader.shape.kind)
+        outputs = reader.quantised_outputs(x.shape[0])
+        x, *rows = call_inplace(kernel, "add_norm_quantise", [x, delta, weight], 0, *outputs)
+        return x, QuantisedRows(*rows)
     kernel = add_rms_norm_kernel(size, eps)
     x, normed = call_inplace(kernel, "add_rms_norm", [x, delta, weight], 0, new(x.shape))
     return x, normed

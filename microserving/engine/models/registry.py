@@ -12,6 +12,8 @@ if TYPE_CHECKING:
 
 MODELS: dict[str, str] = {
     "llama": "microserving.engine.models.llama:LlamaModel",
+    "qwen2": "microserving.engine.models.qwen2:Qwen2Model",
+    "qwen3": "microserving.engine.models.qwen3:Qwen3Model",
 }
 
 
