@@ -42,7 +42,7 @@ class TVMModelRunner:
     def __init__(
         self, code: Any, parameters: list[Any], config: ModelConfig, layout: KVLayout, pool: Any, threads: int
     ) -> None:
-        machine = relax.VirtualMachine(code, tvm.cpu())
+        self._machine = machine = relax.VirtualMachine(code, tvm.cpu())
         self._step, self._step_put = machine["step"], machine["step_put"]
         self._parameters = parameters
         self._config, self._layout, self._pool, self._threads = config, layout, pool, threads
@@ -110,6 +110,10 @@ class TVMModelRunner:
     def pool_array(self) -> npt.NDArray[Any]:
         """The pool as numpy sees it (``KVLayout.shape``), sharing its memory; for tests and debugging."""
         return np.from_dlpack(self._pool)
+
+    def instrument(self, listener: Callable[[str, bool], None]) -> None:
+        """From now on call listener(kernel's name, whether it is about to run) around every call in a step: for profiles."""
+        self._machine.set_instrument(lambda _function, name, before, *_rest: listener(name, before))
 
     def run(self, chunks: Sequence[RunnerChunk]) -> StepOutput:
         self._own_thread()
