@@ -1,6 +1,6 @@
 """How fast this machine computes a model: prefill and decode in tokens per second, without HTTP or a scheduler.
 
-    python benchmarks/engine.py [--quick] [--threads N] [--model M] [--json FILE]
+    python benchmarks/engine.py [--quick] [--scaling] [--threads N] [--model M] [--json FILE]
 
 Prefill: one prompt in chunks of 256, as the engine cuts it. Decode: one token for each of b sequences that stand at the same
 position. The best of several runs counts: on a shared machine the others measure the neighbours.
@@ -16,6 +16,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Literal
 
 import numpy as np
 
@@ -24,7 +25,7 @@ from microserving.engine.kernels.common import detect_isa
 from microserving.engine.model_runner import TVMModelRunner
 from microserving.engine.runner import RunnerChunk
 from microserving.model_files import DEFAULT_MODEL, ResolvedModel, open_model
-from microserving.protocol.kv_layout import KVDtype, KVLayout
+from microserving.protocol.kv_layout import KVLayout
 
 PAGE_SIZE = 16
 CHUNK = 256
@@ -42,31 +43,46 @@ class Measurement:
 
 
 class Bench:
-    """A runner with a pool that is large enough, and prompts of random tokens."""
+    """A runner with a pool that is large enough, and prompts of random tokens. options: those of ``add_model_options``."""
 
-    def __init__(self, model: ResolvedModel, threads: int, kv_dtype: KVDtype, pages: int) -> None:
+    def __init__(self, model: ResolvedModel, options: argparse.Namespace, pages: int) -> None:
         config = model.config
-        layout = KVLayout(config.num_layers, config.num_kv_heads, config.head_dim, PAGE_SIZE, kv_dtype)
+        layout = KVLayout(
+            config.num_layers, config.num_kv_heads, config.head_dim, PAGE_SIZE, options.kv_dtype
+        )
         memory = np.frombuffer(mmap.mmap(-1, layout.bytes_per_page * pages), np.uint8)
+        self.activations: Literal["float32", "int8"] = "float32"
         begin = time.perf_counter()
         self.runner = TVMModelRunner.create(
-            model.weights, layout=layout, total_pages=pages, pool_memory=memory, threads=threads
+            model.weights, layout=layout, total_pages=pages, pool_memory=memory, threads=options.threads
         )
         self.load_s = time.perf_counter() - begin
         self._pages = np.random.default_rng(0).permutation(pages).tolist()
         self._tokens = np.random.default_rng(1).integers(0, config.vocab_size, 1 << 16).tolist()
 
-    def prefill(self, length: int, repeats: int) -> Measurement:
-        chunks = [
+    def prefill_steps(self, length: int) -> list[list[RunnerChunk]]:
+        """One prompt, cut as the engine cuts it."""
+        return [
             [RunnerChunk(self._tokens[at : min(at + CHUNK, length)], at, self._pages, at + CHUNK >= length)]
             for at in range(0, length, CHUNK)
         ]
-        ms = best_ms(lambda: [self.runner.run(step) for step in chunks], repeats)
+
+    def decode_step(self, batch: int, position: int) -> list[RunnerChunk]:
+        """One token for each of ``batch`` sequences; each owns its pages as far as the pool has enough of them."""
+        needed = position // PAGE_SIZE + 1
+        starts = [row * needed % max(len(self._pages) - needed + 1, 1) for row in range(batch)]
+        return [
+            RunnerChunk([self._tokens[row]], position, self._pages[start : start + needed], True)
+            for row, start in enumerate(starts)
+        ]
+
+    def prefill(self, length: int, repeats: int) -> Measurement:
+        steps = self.prefill_steps(length)
+        ms = best_ms(lambda: [self.runner.run(step) for step in steps], repeats)
         return Measurement("prefill", length, 0, ms, length / ms * 1e3)
 
     def decode(self, batch: int, position: int, repeats: int) -> Measurement:
-        """Every row reads the same pages: what they hold does not change the time."""
-        step = [RunnerChunk([self._tokens[row]], position, self._pages, True) for row in range(batch)]
+        step = self.decode_step(batch, position)
         ms = best_ms(lambda: self.runner.run(step), repeats)
         return Measurement("decode", batch, position, ms, batch / ms * 1e3)
 
@@ -91,13 +107,26 @@ def measure(bench: Bench, quick: bool) -> list[Measurement]:
     return found
 
 
-def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n", 1)[0])
+def measure_scaling(bench: Bench, quick: bool) -> list[Measurement]:
+    """What a longer context costs: prefills of 1024, 2048 and 4096 tokens; decodes at the same positions."""
+    lengths = (1024, 2048) if quick else (1024, 2048, 4096)
+    found = [bench.prefill(length, 1 if quick else 3) for length in lengths]
+    return found + [bench.decode(1, length, 10 if quick else 30) for length in lengths]
+
+
+def add_model_options(parser: argparse.ArgumentParser) -> None:
+    """What decides how a model is computed."""
     parser.add_argument(
         "--model", default=DEFAULT_MODEL, help="catalog name, GGUF file or Hugging Face directory"
     )
     parser.add_argument("--threads", type=int, default=available_cpus())
     parser.add_argument("--kv-dtype", choices=["float16", "float32"], default="float16")
+
+
+def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n", 1)[0])
+    add_model_options(parser)
+    parser.add_argument("--scaling", action="store_true", help="only the cost of longer contexts, up to 4096")
     parser.add_argument("--quick", action="store_true", help="a few seconds instead of a minute")
     parser.add_argument("--json", type=Path, metavar="FILE", help="also write the figures there")
     return parser.parse_args(arguments)
@@ -106,18 +135,18 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
 def main(arguments: Sequence[str] | None = None) -> int:
     options = parse(arguments)
     model = open_model(options.model)
-    bench = Bench(
-        model, options.threads, options.kv_dtype, 512 // PAGE_SIZE if options.quick else 2048 // PAGE_SIZE
-    )
+    longest = 4096 if options.scaling else 2048
+    bench = Bench(model, options, longest // PAGE_SIZE + 1)
     head = {
         "model": model.name,
         "threads": options.threads,
         "isa": detect_isa().name,
+        "activations": bench.activations,
         "kv_dtype": options.kv_dtype,
         "load_s": round(bench.load_s, 2),
     }
     print(", ".join(f"{name} {value}" for name, value in head.items()))
-    found = measure(bench, options.quick)
+    found = (measure_scaling if options.scaling else measure)(bench, options.quick)
     for item in found:
         where = f"{item.size} tokens" if item.what == "prefill" else f"b={item.size} at {item.position}"
         print(f"{item.what:8s} {where:16s} {item.tokens_per_s:8.1f} tok/s {item.ms:9.2f} ms")

@@ -1,0 +1,154 @@
+"""Where the time of a step goes: matrix products, attention, head, other kernels, TVM's VM, Python.
+
+    python benchmarks/profile_step.py [--quick] [--threads N] [--json FILE]
+
+Two cases: a decode of one sequence, and a prefill of 512 tokens in one chunk. Kernels are timed inside the VM by a listener;
+"vm" is the time of the VM's call that no kernel took, "python" what the runner does around that call. The listener itself
+costs microseconds per kernel, so the whole and the VM's call are timed without it. Each figure is the best of the repeats:
+on a shared machine the others measure the neighbours.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import time
+from collections import Counter, defaultdict
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from engine import PAGE_SIZE, Bench, add_model_options
+
+from microserving.engine.runner import RunnerChunk
+from microserving.model_files import ModelConfig, open_model
+
+PARTS = ("matmul", "attention", "lm_head", "elementwise", "vm", "python")
+CONTEXT = 128
+PREFILL = 512
+
+
+@dataclass(frozen=True)
+class Profile:
+    """ms: of a whole step. parts: the share of each of PARTS. kernels: milliseconds of each kernel in a step."""
+
+    case: str
+    ms: float
+    parts: dict[str, float]
+    kernels: dict[str, float]
+
+    @property
+    def overhead(self) -> float:
+        """The share of Python and the VM."""
+        return self.parts["vm"] + self.parts["python"]
+
+
+class KernelTimes:
+    """Sums up the time of each kernel of a step. A listener for ``TVMModelRunner.instrument``."""
+
+    def __init__(self) -> None:
+        self.ns: Counter[str] = Counter()
+        self._begin = 0
+
+    def __call__(self, name: str, before: bool) -> None:
+        if before:
+            self._begin = time.perf_counter_ns()
+        else:
+            self.ns[name] += time.perf_counter_ns() - self._begin
+
+
+def part_of(kernel: str, config: ModelConfig) -> str:
+    if kernel.startswith("vm."):
+        return "vm"
+    if "attention" in kernel:
+        return "attention"
+    if "matmul" in kernel:
+        return "lm_head" if f"_{config.vocab_size}_" in kernel else "matmul"
+    return "elementwise"
+
+
+def without_listener(bench: Bench, step: list[RunnerChunk], repeats: int) -> tuple[float, float]:
+    """Least milliseconds of (a whole step, the VM's call in it)."""
+    runner, inner, whole = bench.runner, [], []
+    call = runner._step
+
+    def timed(*arguments: object) -> object:
+        begin = time.perf_counter_ns()
+        result = call(*arguments)
+        inner.append(time.perf_counter_ns() - begin)
+        return result
+
+    runner._step = timed
+    for _ in range(repeats + 2):
+        begin = time.perf_counter_ns()
+        runner.run(step)
+        whole.append(time.perf_counter_ns() - begin)
+    runner._step = call
+    return min(whole[2:]) / 1e6, min(inner[2:]) / 1e6
+
+
+def kernel_ms(bench: Bench, step: list[RunnerChunk], repeats: int) -> dict[str, float]:
+    """Least milliseconds of each kernel in a step, all its calls together."""
+    found: defaultdict[str, list[int]] = defaultdict(list)
+    for _ in range(repeats):
+        times = KernelTimes()
+        bench.runner.instrument(times)
+        bench.runner.run(step)
+        for name, ns in times.ns.items():
+            found[name].append(ns)
+    return {name: min(values) / 1e6 for name, values in found.items()}
+
+
+def profiles(bench: Bench, config: ModelConfig, quick: bool) -> list[Profile]:
+    prompt = [chunk for step in bench.prefill_steps(PREFILL) for chunk in step]
+    tokens = [token for chunk in prompt for token in chunk.token_ids]
+    cases = {
+        f"decode of 1 at {CONTEXT}": (bench.decode_step(1, CONTEXT), 10 if quick else 60),
+        f"prefill of {PREFILL}": ([RunnerChunk(tokens, 0, prompt[0].pages, True)], 2 if quick else 5),
+    }
+    plain = {name: without_listener(bench, *case) for name, case in cases.items()}  # a listener stays
+    return [make_profile(name, config, *plain[name], kernel_ms(bench, *case)) for name, case in cases.items()]
+
+
+def make_profile(
+    name: str, config: ModelConfig, whole: float, inner: float, kernels: dict[str, float]
+) -> Profile:
+    spent: Counter[str] = Counter()
+    for kernel, ms in kernels.items():
+        spent[part_of(kernel, config)] += ms
+    spent["vm"] = max(inner - sum(spent[part] for part in PARTS[:4]), 0.0)
+    spent["python"] = whole - inner
+    total = sum(spent.values())
+    return Profile(name, whole, {part: spent[part] / total for part in PARTS}, kernels)
+
+
+def print_profile(profile: Profile) -> None:
+    shares = ", ".join(f"{part} {100 * share:.1f} %" for part, share in profile.parts.items())
+    print(f"{profile.case}: {profile.ms:.2f} ms; {shares}")
+    print(f"  Python and VM together: {100 * profile.overhead:.1f} %")
+    for kernel, ms in sorted(profile.kernels.items(), key=lambda item: -item[1])[:12]:
+        print(f"  {kernel:40s}{ms:9.3f} ms")
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n", 1)[0])
+    add_model_options(parser)
+    parser.add_argument("--quick", action="store_true", help="few repeats")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="also write the figures there")
+    options = parser.parse_args(arguments)
+    model = open_model(options.model)
+    bench = Bench(model, options, PREFILL // PAGE_SIZE + 1)
+    print(f"{model.name}, threads {options.threads}, activations {bench.activations}")
+    found = profiles(bench, model.config, options.quick)
+    for profile in found:
+        print_profile(profile)
+    if options.json is not None:
+        results = [{**asdict(profile), "python_and_vm": profile.overhead} for profile in found]
+        head = {"model": model.name, "threads": options.threads, "activations": bench.activations}
+        options.json.write_text(json.dumps({**head, "results": results}, indent=2) + "\n")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
