@@ -17,6 +17,7 @@ HELP_TEXTS = {
     "node_id": "this engine's name in its cluster",
     "rank": "rank within a tensor-parallel engine",
     "threads": "compute threads; the default is the cores that this process may use",
+    "activations": "precision of activations where weights are quantised; int8 is faster and as llama.cpp computes",
     "kv_dtype": "number format of the KV cache",
     "page_size": "tokens in one KV page",
     "kv_cache_bytes": "bytes of the KV pool",

@@ -8,7 +8,7 @@ from typing import Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from microserving.protocol.kv_layout import KVDtype
+from microserving.protocol.kv_layout import Activations, KVDtype
 
 NodeRole = Literal["hybrid", "prefill", "decode"]
 
@@ -31,6 +31,7 @@ class EngineConfig(BaseModel):
     node_id: str = Field("engine-0", min_length=1, max_length=128, pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")
     rank: int = Field(0, ge=0)
     threads: int = Field(default_factory=available_cpus, ge=1, le=1024)
+    activations: Activations = "float32"
     kv_dtype: KVDtype = "float16"
     page_size: Literal[16, 32, 64] = 16
     kv_cache_bytes: int = Field(512 * 2**20, ge=2**20)

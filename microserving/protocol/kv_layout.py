@@ -3,6 +3,9 @@
 Pool: ``[layers, pages, 2, kv_heads, page_size * head_dim]`` of ``dtype``. Index 1 (V) is row-major inside its page
 (``[page_size, head_dim]``); index 0 (K) is transposed (``[head_dim, page_size]``), so that 16 keys lie side by side.
 A slot is ``page * page_size + offset``. The number of pages is not part of the layout: engines may differ in it.
+
+``activations`` is the precision of the products that K and V come from: it moves no byte, but engines that differ in it compute
+other numbers from the same tokens, and must not take each other's pages.
 """
 
 from __future__ import annotations
@@ -13,6 +16,7 @@ from dataclasses import asdict, dataclass
 from typing import Literal
 
 KVDtype = Literal["float16", "float32"]
+Activations = Literal["float32", "int8"]
 _ITEMSIZE: dict[str, int] = {"float16": 2, "float32": 4}
 
 
@@ -24,6 +28,7 @@ class KVLayout:
     page_size: int
     dtype: KVDtype
     k_transposed: bool = True
+    activations: Activations = "float32"
 
     @property
     def itemsize(self) -> int:

@@ -87,6 +87,7 @@ def kv_layout(model: ModelConfig, config: EngineConfig) -> KVLayout:
         head_dim=model.head_dim,
         page_size=config.page_size,
         dtype=config.kv_dtype,
+        activations=config.activations,
     )
 
 

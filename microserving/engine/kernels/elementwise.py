@@ -35,7 +35,7 @@ def _scalar_fma(a: Expr, b: Expr, c: Expr) -> Expr:
     return tirx.call_llvm_pure_intrin("float32", "llvm.fma", a, b, c)
 
 
-def _sigmoid(x: Expr) -> Expr:
+def sigmoid(x: Expr) -> Expr:
     """1 / (1 + exp(-x)) from e = exp(-|x|), which cannot overflow."""
     e = exp2(tirx.Mul(_abs(x), splat(-LOG2_E)))
     v = tirx.Var("e", F32_LANES)
@@ -109,7 +109,7 @@ def embedding_kernel(shape: MatmulShape) -> tirx.PrimFunc:
     return embedding
 
 
-def _normalise(size: int, eps: float) -> Any:
+def normalise_row(size: int, eps: float) -> Any:
     """Inline: out[o] = x[i] / sqrt(mean(x[i] ** 2) + eps) * weight; 16 lane sums, added from left to right."""
 
     @T.inline
@@ -136,7 +136,7 @@ def _normalise(size: int, eps: float) -> Any:
 @functools.lru_cache(maxsize=64)
 def rms_norm_kernel(size: int, eps: float) -> tirx.PrimFunc:
     """f(x float32 [n, size], weight float32 [size], out float32 [n, size]); size is a multiple of 16."""
-    normalise = _normalise(size, eps)
+    normalise = normalise_row(size, eps)
 
     @T.prim_func(s_tir=True, private=True)
     def rms_norm(x_handle: T.handle, w_handle: T.handle, out_handle: T.handle) -> None:
@@ -166,7 +166,7 @@ def rms_norm_kernel(size: int, eps: float) -> tirx.PrimFunc:
 @functools.lru_cache(maxsize=64)
 def add_rms_norm_kernel(size: int, eps: float) -> tirx.PrimFunc:
     """f(x [n, size], delta [n, size], weight [size], out [n, size]), all float32: x += delta; out = norm(x)."""
-    normalise = _normalise(size, eps)
+    normalise = normalise_row(size, eps)
 
     @T.inline
     def row(x, delta, weight, out, i, lanes):  # type: ignore[no-untyped-def]
@@ -210,7 +210,7 @@ def last_norm_kernel(size: int, eps: float) -> tirx.PrimFunc:
 
     x is changed in those rows; rows are distinct; r may be 0.
     """
-    normalise = _normalise(size, eps)
+    normalise = normalise_row(size, eps)
 
     @T.prim_func(s_tir=True, private=True)
     def last_norm(
@@ -251,7 +251,7 @@ def silu_mul_kernel(size: int) -> tirx.PrimFunc:
         for c in T.serial(size // LANES):
             out[i, T.ramp(c * LANES, 1, LANES)] = (
                 x[i, T.ramp(c * LANES, 1, LANES)]
-                * _sigmoid(x[i, T.ramp(c * LANES, 1, LANES)])
+                * sigmoid(x[i, T.ramp(c * LANES, 1, LANES)])
                 * x[i, T.ramp(size + c * LANES, 1, LANES)]
             )
 

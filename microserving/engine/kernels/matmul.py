@@ -112,7 +112,7 @@ def matmul_kernel(shape: MatmulShape, isa: Isa) -> tirx.PrimFunc:
     n_tiles, n_groups, entry = shape.tiles
     per_word = 32 // CODE_BITS[kind] if affine else 1
     tile_batch = min(2, n_tiles)  # two independent chains hide the latency of an FMA
-    chunks, batches = _chunks(n_tiles), -(-n_tiles // tile_batch)
+    chunks, batches = chunks_of(n_tiles), -(-n_tiles // tile_batch)
     block_columns = min(_COLUMN_BLOCK, n_groups * GROUP)
     n_column_blocks, block_groups = -(-n_groups * GROUP // block_columns), block_columns // GROUP
     ragged_rows, last_rows, last_columns = rows % TILE_ROWS != 0, rows % TILE_ROWS, columns % GROUP
@@ -287,7 +287,7 @@ def matmul_kernel(shape: MatmulShape, isa: Isa) -> tirx.PrimFunc:
     return matmul
 
 
-def _chunks(n_tiles: int) -> int:
+def chunks_of(n_tiles: int) -> int:
     """Parallel pieces: a power of two, so that 2, 4, 8 ... threads get the same number of them."""
     wanted = max(1, min(_CHUNKS, n_tiles // _TILES_PER_CHUNK))
     return 1 << (wanted.bit_length() - 1)
