@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 import signal
 import socket
@@ -22,6 +23,12 @@ def environment() -> dict[str, str]:
     return {**os.environ, "PYTHONUNBUFFERED": "1"}
 
 
+def _end_with_parent() -> None:
+    """In the child: SIGTERM when the test process dies, however it dies."""
+    pr_set_pdeathsig = 1
+    ctypes.CDLL(None).prctl(pr_set_pdeathsig, signal.SIGTERM)
+
+
 class Process:
     """One `microserving ...` command. ``url`` is known once it answered `/ready`."""
 
@@ -35,6 +42,7 @@ class Process:
             stdout=self._file,
             stderr=subprocess.STDOUT,
             start_new_session=True,
+            preexec_fn=_end_with_parent,
         )
 
     @property
