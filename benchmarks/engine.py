@@ -16,19 +16,20 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Literal
+from typing import get_args
 
 import numpy as np
 
-from microserving.engine.config import available_cpus
+from microserving.engine.config import EngineConfig, available_cpus
 from microserving.engine.kernels.common import detect_isa
 from microserving.engine.model_runner import TVMModelRunner
 from microserving.engine.runner import RunnerChunk
 from microserving.model_files import DEFAULT_MODEL, ResolvedModel, open_model
-from microserving.protocol.kv_layout import KVLayout
+from microserving.protocol.kv_layout import Activations, KVLayout
 
 PAGE_SIZE = 16
 CHUNK = 256
+ACTIVATIONS: tuple[Activations, ...] = get_args(Activations)
 
 
 @dataclass(frozen=True)
@@ -47,11 +48,16 @@ class Bench:
 
     def __init__(self, model: ResolvedModel, options: argparse.Namespace, pages: int) -> None:
         config = model.config
+        self.activations: Activations = options.activations or EngineConfig().activations
         layout = KVLayout(
-            config.num_layers, config.num_kv_heads, config.head_dim, PAGE_SIZE, options.kv_dtype
+            config.num_layers,
+            config.num_kv_heads,
+            config.head_dim,
+            PAGE_SIZE,
+            options.kv_dtype,
+            activations=self.activations,
         )
         memory = np.frombuffer(mmap.mmap(-1, layout.bytes_per_page * pages), np.uint8)
-        self.activations: Literal["float32", "int8"] = "float32"
         begin = time.perf_counter()
         self.runner = TVMModelRunner.create(
             model.weights, layout=layout, total_pages=pages, pool_memory=memory, threads=options.threads
@@ -120,6 +126,7 @@ def add_model_options(parser: argparse.ArgumentParser) -> None:
         "--model", default=DEFAULT_MODEL, help="catalog name, GGUF file or Hugging Face directory"
     )
     parser.add_argument("--threads", type=int, default=available_cpus())
+    parser.add_argument("--activations", choices=ACTIVATIONS, help="default: the engine's default")
     parser.add_argument("--kv-dtype", choices=["float16", "float32"], default="float16")
 
 

@@ -20,7 +20,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from engine import CHUNK, PAGE_SIZE, Bench, add_model_options
+from engine import PAGE_SIZE, Bench, add_model_options
 from llama_cpp import LlamaCpp, add_option, find_or_build
 from roofline import Arithmetic, Machine, measure_machine, step_need
 
@@ -176,7 +176,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[:threads])  # llama.cpp's processes inherit it
     load = os.getloadavg()[0]
     wanted, warm = columns(options.quick), not options.quick
-    bench = Bench(model, options, pages=-(-(2048 + CHUNK) // PAGE_SIZE))
+    bench = Bench(
+        model, options, max(2048, 8 * (512 + 64)) // PAGE_SIZE
+    )  # the batch's contexts do not overlap
     machine = measure_machine(threads)
     print(f"{model.name}, threads {threads}, activations {bench.activations}, load average before {load:.1f}")
     print_limits(model, machine)
