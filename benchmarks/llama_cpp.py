@@ -77,7 +77,10 @@ def _build(folder: Path) -> None:
             f"llama.cpp is not there, and building it needs {' and '.join(missing)}, which this machine lacks"
             " (on Debian: apt install cmake make g++); or name a folder of its programs with --llama-cpp"
         )
-    print(f"building llama.cpp {VERSION} in {folder}; this takes ten minutes or more", flush=True)
+    print(
+        f"building llama.cpp {VERSION} in {folder}; this takes ten minutes or more (see make.log there)",
+        flush=True,
+    )
     folder.mkdir(parents=True, exist_ok=True)
     source, build = folder / "source", folder / "build"
     if not source.exists():
@@ -188,7 +191,7 @@ class LlamaCpp:
             with subprocess.Popen(parts, stdout=log, stderr=subprocess.STDOUT, pass_fds=[writer]) as process:
                 os.close(writer)
                 try:
-                    tokens, best = _read_logits(stream)
+                    tokens, best = read_logits(stream)
                     process.wait()
                 finally:
                     process.kill()
@@ -199,15 +202,22 @@ class LlamaCpp:
         return TextResult(tokens, best, float(found[1]))
 
 
-def _read_logits(stream: BinaryIO) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.int32]]:
+def read_logits(stream: BinaryIO) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.int32]]:
     """(tokens, best) of ``TextResult``. Format: ``tools/perplexity/perplexity.cpp`` of llama.cpp."""
-    if stream.read(8) != b"_logits_":
-        sys.exit("llama-perplexity gave no logits")
-    size, vocab, count = (int(number) for number in np.frombuffer(stream.read(12), "<i4"))
-    tokens = np.frombuffer(stream.read(4 * size * count), "<i4").reshape(count, size)
+
+    def read(count: int) -> bytes:
+        data = stream.read(count)
+        if len(data) != count:
+            sys.exit("llama-perplexity ended before it had written all logits")
+        return data
+
+    if read(8) != b"_logits_":
+        sys.exit("llama-perplexity wrote logits of an unknown format")
+    size, vocab, count = (int(number) for number in np.frombuffer(read(12), "<i4"))
+    tokens = np.frombuffer(read(4 * size * count), "<i4").reshape(count, size)
     rows, row_bytes = size - 1 - size // 2, 2 * (2 * ((vocab + 1) // 2) + 4)
     best = np.empty((count, rows), np.int32)
     for window in best:
-        raw = np.frombuffer(stream.read(rows * row_bytes), "<u2").reshape(rows, -1)
+        raw = np.frombuffer(read(rows * row_bytes), "<u2").reshape(rows, -1)
         window[:] = raw[:, 4 : 4 + vocab].argmax(axis=1)  # four words before: step and lowest as float32
     return tokens, best
