@@ -15,6 +15,7 @@ import pytest
 from microserving.engine.model_runner import TVMModelRunner
 from microserving.engine.runner import RunnerChunk
 from microserving.model_files import ModelConfig
+from microserving.protocol.kv_layout import Activations
 from tests.engine.random_weights import DENSE, QUANTISED, RandomWeights, layout_of, pool_memory, small_config
 from tests.reference.llama_numpy import ReferenceLlama
 
@@ -33,11 +34,20 @@ def cache_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize(
-    ("architecture", "tied"), [("qwen2", True), ("qwen2", False), ("qwen3", True)], ids=str
+    ("architecture", "tied", "activations", "error"),
+    [
+        ("qwen2", True, "float32", 2e-5),
+        ("qwen2", False, "float32", 2e-5),
+        ("qwen3", True, "float32", 2e-5),
+        ("qwen3", True, "int8", 0.1),  # of logits up to 3
+    ],
+    ids=str,
 )
-def test_matches_the_reference_and_is_batch_invariant(architecture: str, tied: bool, cache_dir: Path) -> None:
+def test_matches_the_reference_and_is_batch_invariant(
+    architecture: str, tied: bool, activations: Activations, error: float, cache_dir: Path
+) -> None:
     weights = RandomWeights(config_of(architecture, tied), QUANTISED if tied else DENSE)
-    layout = layout_of(weights.config, "float32")
+    layout = replace(layout_of(weights.config, "float32"), activations=activations)
     runner = TVMModelRunner.create(
         weights,
         layout=layout,
@@ -51,7 +61,7 @@ def test_matches_the_reference_and_is_batch_invariant(architecture: str, tied: b
     for cuts in ((), (40,), (1, 17, *range(60, 70))):
         for begin, end in itertools.pairwise((0, *cuts, len(TOKENS))):
             out = runner.run([RunnerChunk(TOKENS[begin:end], begin, list(range(PAGES)), True)])
-            np.testing.assert_allclose(out.logits[0], expected[end - 1], atol=2e-5)
+            np.testing.assert_allclose(out.logits[0], expected[end - 1], atol=error)
         found.append(out.logits[0])
     assert all(np.array_equal(found[0], logits) for logits in found[1:])
 
