@@ -90,6 +90,8 @@ class Engine:
         self._closed: MicroservingError | None = None
         self.on_change: Event = _nothing
         """Called (without the lock, on any thread) when ``step`` may have something to do or pages may be free."""
+        self.on_revoked: Callable[[int], None] = _nobody_writes
+        """Called (likewise) with the id of a lease that ended under its writer, which need not go on."""
 
     @property
     def max_context(self) -> int:
@@ -164,6 +166,8 @@ class Engine:
             self._statistics.aborts += found
             events = self._abort_sequence(SequenceKind.GENERATE, request_id)
             events += self._abort_sequence(SequenceKind.SEND, request_id)
+            revocations = self._revocations()
+        self._emit(revocations)
         return self._after_abort(events, found or bool(events))
 
     def abort_send(self, request_id: str) -> bool:
@@ -178,6 +182,7 @@ class Engine:
             self._closed = self._closed or error
             self._scheduler.abort_all_reservations()
             events = [self._end(task, error) for task in list(self._tasks.values())]
+            events += self._revocations()
         self._emit(events)
 
     def match_prefix(self, prompt_token_ids: Sequence[int]) -> int:
@@ -250,7 +255,10 @@ class Engine:
     def _schedule(self) -> list[Work]:
         with self._lock:
             self._expire()
-            return [Work(chunk, self._tasks[chunk.sequence]) for chunk in self._scheduler.schedule()]
+            revocations = self._revocations()
+            batch = [Work(chunk, self._tasks[chunk.sequence]) for chunk in self._scheduler.schedule()]
+        self._emit(revocations)
+        return batch
 
     def _give_up(self) -> list[Event]:
         with self._lock:
@@ -381,6 +389,9 @@ class Engine:
     def _expire(self) -> None:
         self._statistics.leases_expired += len(self._scheduler.expire(self._clock()))
 
+    def _revocations(self) -> list[Event]:
+        return [partial(self.on_revoked, lease_id) for lease_id in self._scheduler.take_revoked()]
+
     def _require_open(self) -> None:
         if self._closed is not None:
             raise EngineUnavailable(self._closed.message)
@@ -411,3 +422,7 @@ class Engine:
 
 def _nothing() -> None:
     """The listener when nobody listens."""
+
+
+def _nobody_writes(_: int) -> None:
+    """The listener of an engine that is not served to writers."""

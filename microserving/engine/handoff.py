@@ -2,6 +2,10 @@
 
 Owns the order of the steps and who is told what when one fails. Does not know HTTP, how pages are reserved, how the
 model runs or how bytes get there: those are the scheduler, the engine and the transport.
+
+A lease that ends while its writer computes stops the writer before its next step (chunk): the receiver says so over
+the link. To stop it before the next layer's put, the put kernel would have to read a word of the receiver's memory:
+not done yet. Until the writer has said that it stopped the pages are quarantined, so a late put harms nobody.
 """
 
 from __future__ import annotations
@@ -9,13 +13,20 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Awaitable, Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass
-from typing import Protocol, TypeVar
+from typing import Any, Protocol, TypeVar
 
 from microserving.engine.jobs import Reservation, SendDone, SendJob, StepTimes
-from microserving.errors import EngineUnavailable, InvalidRequest, MicroservingError, TransferFailed
+from microserving.errors import (
+    EngineUnavailable,
+    InvalidRequest,
+    LeaseError,
+    MicroservingError,
+    TransferFailed,
+)
 from microserving.protocol.generation import RemoteSendResult
 from microserving.protocol.kv_descriptor import (
     KVDescriptor,
@@ -30,15 +41,13 @@ from microserving.protocol.kv_descriptor import (
     slots_from_segments,
 )
 from microserving.protocol.kv_layout import KVLayout
-from microserving.transports.base import Connection, Lease, Transport
+from microserving.transports.base import Connection, Lease, RemotePool, Transport
 
 _log = logging.getLogger(__name__)
 _T = TypeVar("_T")
 
-MAX_HANDSHAKES = 64
-"""Hand-shakes at once. Each takes well under a millisecond unless its receiver is stopped."""
-LIVENESS_INTERVAL_S = 0.25
-"""How often a send that computes looks whether its receiver still lives."""
+MAX_CONNECTING = 64
+"""Receivers to which a link is made at once. That takes well under a millisecond unless the receiver is stopped."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,7 +137,8 @@ class HandoffSender:
         self._timeout_s = timeout_s
         self._now_ns = monotonic_ns
         self._wall = wall
-        self._threads = ThreadPoolExecutor(MAX_HANDSHAKES, thread_name_prefix="kv-handshake")
+        self._threads = ThreadPoolExecutor(MAX_CONNECTING, thread_name_prefix="kv-connect")
+        self._connecting: dict[tuple[str, str], asyncio.Future[Connection]] = {}
         self._running: set[asyncio.Task[RemoteSendResult]] = set()
         self._closed = False
 
@@ -171,7 +181,7 @@ class HandoffSender:
         for task in running:
             task.cancel()
         await asyncio.gather(*running, return_exceptions=True)
-        self._threads.shutdown(wait=False)  # idle by now
+        self._threads.shutdown(wait=False)  # a stopped receiver may keep one until its timeout
 
     def _checked(self, wanted: SendRange, kv_addr_info: str) -> KVDescriptor:
         if not 0 <= wanted.end <= len(wanted.prompt):
@@ -189,12 +199,14 @@ class HandoffSender:
     async def _hand_off(
         self, descriptor: KVDescriptor, prompt: tuple[int, ...], end: int, request_id: str
     ) -> RemoteSendResult:
-        write = _Write(self._transport, self._layout, descriptor, self._timeout_s)
+        asked_ns = self._now_ns()
+        connection = await self._connect(descriptor.engine_id, descriptor.epoch)
+        pool = connection.pool
+        self._check_pool(pool, descriptor)
+        write = _Write(connection, descriptor, self._timeout_s)
         try:
-            asked_ns = self._now_ns()
-            connection = await self._in_thread(write.begin)
+            await write.begin()
             granted_ns = self._now_ns()
-            pool = connection.pool
             job = SendJob(
                 request_id=request_id,
                 prompt_token_ids=prompt,
@@ -205,33 +217,102 @@ class HandoffSender:
                 destination=f"{descriptor.engine_id}@{descriptor.epoch}#{id(pool):x}",
                 slots=slots_from_segments(descriptor.segments),
             )
-            done = await self._compute(job, connection)
+            done = await write.during(self._engine.send(job))
             put_ns = self._now_ns()
-            await self._in_thread(write.finish)
-            handshakes_ns = granted_ns - asked_ns + self._now_ns() - put_ns
+            await write.finish()
         finally:
-            if write.unfinished:
-                await self._in_thread(write.give_up)
-        return _result(done, end, handshakes_ns)
+            write.give_up()
+        return _result(done, end, granted_ns - asked_ns + self._now_ns() - put_ns)
 
-    async def _compute(self, job: SendJob, connection: Connection) -> SendDone:
-        """Let the engine do it; stop it when the receiver dies. No put runs any more when this ends."""
-        task = asyncio.create_task(self._engine.send(job))
+    async def _connect(self, engine_id: str, epoch: str) -> Connection:
+        """The link to a receiver. All who want one wait for the same attempt: a stopped receiver costs one thread."""
+        key = (engine_id, epoch)
+        connecting = self._connecting.get(key)
+        if connecting is None:
+            connecting = asyncio.get_running_loop().run_in_executor(
+                self._threads, self._transport.connect, engine_id, epoch, self._timeout_s
+            )
+            self._connecting[key] = connecting
+            connecting.add_done_callback(lambda _: self._connecting.pop(key))
+        return await asyncio.shield(connecting)
+
+    def _check_pool(self, pool: RemotePool, descriptor: KVDescriptor) -> None:
+        """Raises TransferFailed, InvalidRequest."""
+        if pool.memory.nbytes != pool.total_pages * self._layout.bytes_per_page:
+            raise TransferFailed(
+                f"the receiver's {pool.total_pages} KV pages have {pool.memory.nbytes} bytes,"
+                f" {self._layout.bytes_per_page} each were expected"
+            )
+        check_slots_fit(descriptor, pool.total_pages * self._layout.page_size)
+
+
+class _Write:
+    """One lease's write as the receiver sees it: begun, then finished or given up. Used from one event loop."""
+
+    def __init__(self, connection: Connection, descriptor: KVDescriptor, timeout_s: float) -> None:
+        self._connection = connection
+        self._timeout_s = timeout_s
+        self._lease = Lease(
+            descriptor.engine_id, descriptor.epoch, descriptor.request_id, descriptor.lease_id
+        )
+        self._loop = asyncio.get_running_loop()
+        self._stop: asyncio.Future[MicroservingError] = self._loop.create_future()
+        self._open = False  # the receiver was asked, and not told yet that it ended
+
+    async def begin(self) -> None:
+        """Get the grant. Raises LeaseError, TransferFailed."""
+        self._open = True
         try:
-            while not (await asyncio.wait([task], timeout=LIVENESS_INTERVAL_S))[0]:
-                if not connection.alive:
-                    raise TransferFailed("the receiving engine is gone")
+            await self._answer(self._connection.begin(self._lease, self._on_stop))
+        except LeaseError:
+            self._open = False
+            raise
+
+    async def during(self, work: Awaitable[_T]) -> _T:
+        """Do ``work``, but cancel it when the lease ends or the receiver is gone, and raise that error.
+
+        When this ends, so has ``work``, even if that takes time.
+        """
+        task = asyncio.ensure_future(work)
+        try:
+            both: set[asyncio.Future[Any]] = {task, self._stop}
+            await asyncio.wait(both, return_when=asyncio.FIRST_COMPLETED)
+            if not task.done():
+                raise self._stop.result()
             return task.result()
         finally:
             if not task.done():
                 task.cancel()
                 await _ended(task)
 
-    async def _in_thread(self, work: Callable[[], _T]) -> _T:
-        """Run blocking ``work``; when cancelled, wait for its end all the same: what it did must be known."""
-        future = asyncio.get_running_loop().run_in_executor(self._threads, work)
-        await _ended(future)
-        return future.result()
+    async def finish(self) -> None:
+        """Every byte is in place. Raises LeaseError, TransferFailed."""
+        self._open = False
+        await self._answer(self._connection.finish(self._lease, True))
+
+    def give_up(self) -> None:
+        """We stopped writing, unless that was said. Waits for nothing: a receiver that is stopped hears it later."""
+        if self._open:
+            self._open = False
+            self._connection.finish(self._lease, False)
+
+    async def _answer(self, answer: Future[None]) -> None:
+        try:
+            async with asyncio.timeout(self._timeout_s):
+                await asyncio.wrap_future(answer)
+        except TimeoutError:
+            raise TransferFailed(
+                f"the receiving engine did not answer within {self._timeout_s:g} s"
+            ) from None
+
+    def _on_stop(self, why: MicroservingError) -> None:
+        """Any thread."""
+        with suppress(RuntimeError):  # the loop is closed: nobody writes any more
+            self._loop.call_soon_threadsafe(self._stopped, why)
+
+    def _stopped(self, why: MicroservingError) -> None:
+        if not self._stop.done():
+            self._stop.set_result(why)
 
 
 async def _ended(future: asyncio.Future[_T]) -> None:
@@ -247,62 +328,6 @@ async def _ended(future: asyncio.Future[_T]) -> None:
         if failure is not None:
             _log.info("failed while it was cancelled: %s", failure)
         raise cancelled
-
-
-class _Write:
-    """One lease's write as the receiver sees it. Methods block; one at a time."""
-
-    def __init__(
-        self, transport: Transport, layout: KVLayout, descriptor: KVDescriptor, timeout_s: float
-    ) -> None:
-        self._transport = transport
-        self._layout = layout
-        self._descriptor = descriptor
-        self._timeout_s = timeout_s
-        self._lease = Lease(
-            descriptor.engine_id, descriptor.epoch, descriptor.request_id, descriptor.lease_id
-        )
-        self._connection: Connection | None = None
-
-    @property
-    def unfinished(self) -> bool:
-        """Whether the receiver granted the write and was not told yet how it ended."""
-        return self._connection is not None
-
-    def begin(self) -> Connection:
-        """Connect and get the grant. Raises InvalidRequest, LeaseError, TransferFailed."""
-        connection = self._transport.connect(
-            self._descriptor.engine_id, self._descriptor.epoch, self._timeout_s
-        )
-        pool = connection.pool
-        if pool.memory.nbytes != pool.total_pages * self._layout.bytes_per_page:
-            raise TransferFailed(
-                f"the receiver's {pool.total_pages} KV pages have {pool.memory.nbytes} bytes,"
-                f" {self._layout.bytes_per_page} each were expected"
-            )
-        check_slots_fit(self._descriptor, pool.total_pages * self._layout.page_size)
-        connection.begin(self._lease, self._timeout_s)
-        self._connection = connection
-        return connection
-
-    def finish(self) -> None:
-        """Every byte is in place. Raises LeaseError, TransferFailed."""
-        self._end(True)
-
-    def give_up(self) -> None:
-        """We stopped writing. Never raises: a receiver that cannot be told finds out by itself."""
-        try:
-            self._end(False)
-        except MicroservingError as error:
-            _log.info("could not tell the receiver that a write ended: %s", error)
-
-    def _end(self, ok: bool) -> None:
-        connection, self._connection = self._connection, None
-        if connection is None:
-            return
-        if not connection.alive:
-            raise TransferFailed("the receiving engine is gone")
-        connection.finish(self._lease, ok, self._timeout_s)
 
 
 def _result(done: SendDone, end: int, handshakes_ns: int) -> RemoteSendResult:

@@ -58,6 +58,7 @@ class ReservationTable:
         self._live: dict[str, LeasedPages] = {}
         self._writers: dict[int, LeasedPages] = {}  # lease id -> lease that is being written to, ended or not
         self._endings: OrderedDict[str, str] = OrderedDict()
+        self._revoked: list[int] = []
 
     def __len__(self) -> int:
         return len(self._live)
@@ -72,6 +73,11 @@ class ReservationTable:
     def ending(self, request_id: str) -> str | None:
         """Why the request's last lease ended (``expired``, ``aborted``, ``transfer failed``); None if it did not."""
         return self._endings.get(request_id)
+
+    def take_revoked(self) -> list[int]:
+        """The ids of the leases that ended under their writer since the last call: it need not go on."""
+        revoked, self._revoked = self._revoked, []
+        return revoked
 
     def request_ids(self) -> list[str]:
         """Of the live leases."""
@@ -162,6 +168,7 @@ class ReservationTable:
         owner = ("lease", lease.lease_id)
         if lease.lease_id in self._writers:
             self._allocator.transfer(lease.pages, owner, PageState.QUARANTINED, owner)
+            self._revoked.append(lease.lease_id)
         else:
             self._allocator.release(lease.pages, owner)
         lease.state = LeaseState.ENDED

@@ -272,6 +272,9 @@ class Scheduler:
         self._note_freed(free)
         return late
 
+    def take_revoked(self) -> list[int]:
+        return self._leases.take_revoked()
+
     # --- what is going on ------------------------------------------------------------------------------------
 
     @property

@@ -79,6 +79,7 @@ class EngineNode:
     async def start(self) -> None:
         """Start the engine, then accept writers. Raises StartupError."""
         services = self.services
+        services.engine.engine.on_revoked = self._transport.revoke
         await services.engine.start()
         self._transport.serve(
             services.info.engine_id, services.info.epoch, self._total_pages, services.engine.engine

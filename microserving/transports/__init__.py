@@ -3,7 +3,7 @@
 Knows nothing of models, schedulers or HTTP; pools are bytes, reservations are lease ids.
 """
 
-from microserving.transports.base import Connection, Lease, LeaseObserver, RemotePool, Transport
+from microserving.transports.base import Connection, Lease, LeaseObserver, OnStop, RemotePool, Transport
 from microserving.transports.registry import TRANSPORTS, create_transport
 
 __all__ = [
@@ -11,6 +11,7 @@ __all__ = [
     "Connection",
     "Lease",
     "LeaseObserver",
+    "OnStop",
     "RemotePool",
     "Transport",
     "create_transport",

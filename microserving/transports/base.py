@@ -7,23 +7,38 @@ Both ends of a hand-off follow the same small state machine (WIRE: "Reservations
                                                connect(engine id, epoch)         -> Connection
     begin(lease) granted or refused     <----  Connection.begin(lease)
                                                puts into Connection.pool, layer by layer
+    revoke(lease id)                    ---->  on_stop: put nothing more, then finish(lease, False)
     finish(lease, ok) seen              <----  Connection.finish(lease, ok)
     (or the connection closed: the writer is gone)
 
 After ``begin`` was granted the receiver must not give the lease's pages to anyone else until ``finish`` was seen or
-the connection closed: a cancelled write is not a fence. If the lease ends (abort, expiry) before ``begin``, its pages
-are free at once and a later ``begin`` is refused.
+the connection closed: neither a cancelled write nor ``revoke`` is a fence. If the lease ends (abort, expiry) before
+``begin``, its pages are free at once and a later ``begin`` is refused. If it ends later, ``revoke`` saves the writer
+work that nobody wants.
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
+
+from microserving.errors import MicroservingError
+
+OnStop = Callable[[MicroservingError], None]
+"""Tells a writer, at most once, to stop: LeaseError (revoked) or TransferFailed (the receiver is gone).
+
+Called on any thread, from ``begin`` on until ``finish``. Must not block.
+"""
+
+
+def tell_nobody(_: MicroservingError) -> None:
+    """The ``OnStop`` of a writer that finds out when it finishes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,14 +91,19 @@ class Connection(ABC):
         """False once the receiver closed the link or its process ended."""
 
     @abstractmethod
-    def begin(self, lease: Lease, timeout_s: float) -> None:
-        """Ask to write. Raises LeaseError when refused, TransferFailed when the receiver is gone or silent."""
+    def begin(self, lease: Lease, on_stop: OnStop = tell_nobody) -> Future[None]:
+        """Ask to write. Never waits and never raises; the future does, when the receiver answers.
+
+        It raises LeaseError when refused, TransferFailed when the receiver is gone; while the receiver is silent it
+        is not done. Who will not wait any longer calls ``finish(lease, False)``, which withdraws the question.
+        """
 
     @abstractmethod
-    def finish(self, lease: Lease, ok: bool, timeout_s: float) -> None:
-        """Tell the receiver that we stopped, and wait until it knows. Raises TransferFailed, LeaseError as ``begin``.
+    def finish(self, lease: Lease, ok: bool) -> Future[None]:
+        """Tell the receiver that we stopped; it is told sooner or later whether or not somebody waits for the future.
 
-        When ok, returning means that the receiver has counted every byte as arrived.
+        The future as of ``begin``. When ok, its result means that the receiver has counted every byte as arrived;
+        LeaseError: the lease had ended, or is not being written here.
         """
 
     @abstractmethod
@@ -106,6 +126,10 @@ class Transport(ABC):
     @abstractmethod
     def serve(self, engine_id: str, epoch: str, total_pages: int, observer: LeaseObserver) -> None:
         """Start to accept writers. Called once, after ``allocate``."""
+
+    @abstractmethod
+    def revoke(self, lease_id: int) -> None:
+        """A lease that is being written to has ended: tell its writer, if there is one. Any thread; never waits."""
 
     @abstractmethod
     def describe(self) -> Mapping[str, str | int]:

@@ -6,24 +6,53 @@ Transports that share a `FakeNetwork` reach each other. Everything happens in th
 from __future__ import annotations
 
 import threading
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
 
-from microserving.errors import LeaseError, StartupError, TransferFailed
-from microserving.transports.base import Connection, Lease, LeaseObserver, RemotePool, Transport
+from microserving.errors import LeaseError, MicroservingError, StartupError, TransferFailed
+from microserving.transports.base import (
+    Connection,
+    Lease,
+    LeaseObserver,
+    OnStop,
+    RemotePool,
+    Transport,
+    tell_nobody,
+)
 
 
 @dataclass(eq=False)
 class FakeNetwork:
-    """Who can be reached, and the faults: refuse_begin refuses every write; fail_finish loses every finish."""
+    """Who can be reached, and the faults: refuse_begin refuses every write; fail_finish loses every finish.
+
+    silent: receivers get nothing and say nothing, as if they were stopped, until ``resume``.
+    """
 
     refuse_begin: bool = False
     fail_finish: bool = False
+    silent: bool = False
     receivers: dict[tuple[str, str], FakeTransport] = field(default_factory=dict)
+    _held: list[Callable[[], None]] = field(default_factory=list)
+
+    def deliver(self, message: Callable[[], None]) -> None:
+        """Let a message arrive: now, or after ``resume``."""
+        if self.silent:
+            self._held.append(message)
+        else:
+            message()
+
+    def resume(self) -> None:
+        """Let what was held arrive, in order."""
+        self.silent = False
+        held, self._held = self._held, []
+        for message in held:
+            message()
 
 
 class FakeTransport(Transport):
@@ -64,6 +93,12 @@ class FakeTransport(Transport):
         self._observer = observer
         self._identity = (engine_id, epoch)
         self._network.receivers[self._identity] = self
+
+    def revoke(self, lease_id: int) -> None:
+        with self._lock:
+            links = list(self._inbound)
+        for link in links:
+            self._network.deliver(partial(link.revoke, lease_id))
 
     def describe(self) -> Mapping[str, str | int]:
         return {"name": self.name, "nbytes": 0 if self._memory is None else self._memory.nbytes}
@@ -116,10 +151,11 @@ class FakeConnection(Connection):
         self._network = network
         self._observer = observer
         self._pool = pool
-        self._lock = threading.RLock()  # guards the three below
+        self._lock = threading.RLock()  # guards the four below
         self._alive = True
         self._retired = False
-        self._writing: dict[int, Lease] = {}
+        self._writing: dict[int, tuple[Lease, OnStop]] = {}
+        self._unanswered: set[Future[None]] = set()
 
     @property
     def pool(self) -> RemotePool:
@@ -129,38 +165,34 @@ class FakeConnection(Connection):
     def alive(self) -> bool:
         return self._alive
 
-    def begin(self, lease: Lease, timeout_s: float) -> None:  # noqa: ARG002
-        with self._lock:
-            self._check_alive()
-            if (lease.engine_id, lease.epoch) != (self.engine_id, self.epoch):
-                raise LeaseError("the reservation was made by another process of the engine")
-            if lease.lease_id in self._writing:
-                raise LeaseError("the reservation is being written already")
-            if self._network.refuse_begin or not self._observer.begin_write(lease):
-                raise LeaseError("the receiver does not know the reservation, or it has ended")
-            self._writing[lease.lease_id] = lease
+    def begin(self, lease: Lease, on_stop: OnStop = tell_nobody) -> Future[None]:
+        return self._ask(partial(self._begin, lease, on_stop))
 
-    def finish(self, lease: Lease, ok: bool, timeout_s: float) -> None:  # noqa: ARG002
+    def finish(self, lease: Lease, ok: bool) -> Future[None]:
+        return self._ask(partial(self._finish, lease, ok))
+
+    def revoke(self, lease_id: int) -> None:
+        """Tell the lease's writer to stop, once."""
         with self._lock:
-            self._check_alive()
-            if self._writing.pop(lease.lease_id, None) is None:
-                raise LeaseError("the reservation is not being written here")
-            lost = self._network.fail_finish
-            counted = self._observer.end_write(lease, ok and not lost)
-            if self._retired and not self._writing:
-                self.close()
-        if lost:
-            raise TransferFailed("the receiving engine did not answer")
-        if ok and not counted:
-            raise LeaseError("the reservation ended before its KV had arrived")
+            if lease_id not in self._writing:
+                return
+            lease, on_stop = self._writing[lease_id]
+            self._writing[lease_id] = (lease, tell_nobody)
+        on_stop(LeaseError("the reservation has ended"))
 
     def close(self) -> None:
         with self._lock:
             self._alive = False
-            leases = list(self._writing.values())
+            writers = list(self._writing.values())
             self._writing.clear()
-        for lease in leases:
+            unanswered = list(self._unanswered)
+            self._unanswered.clear()
+        gone = TransferFailed("the receiving engine is gone")
+        for answer in unanswered:
+            answer.set_exception(gone)
+        for lease, on_stop in writers:
             self._observer.end_write(lease, False)
+            on_stop(gone)
 
     def retire(self) -> None:
         """Close when the last lease in flight is done."""
@@ -169,6 +201,46 @@ class FakeConnection(Connection):
             if not self._writing:
                 self.close()
 
-    def _check_alive(self) -> None:
-        if not self._alive:
-            raise TransferFailed("the receiving engine is gone")
+    def _ask(self, question: Callable[[], None]) -> Future[None]:
+        answer: Future[None] = Future()
+        answer.set_running_or_notify_cancel()
+        with self._lock:
+            if not self._alive:
+                answer.set_exception(TransferFailed("the receiving engine is gone"))
+                return answer
+            self._unanswered.add(answer)
+        self._network.deliver(partial(self._answer, question, answer))
+        return answer
+
+    def _answer(self, question: Callable[[], None], answer: Future[None]) -> None:
+        with self._lock:
+            if answer not in self._unanswered:
+                return
+            self._unanswered.remove(answer)
+            try:
+                question()
+            except MicroservingError as error:
+                answer.set_exception(error)
+            else:
+                answer.set_result(None)
+
+    def _begin(self, lease: Lease, on_stop: OnStop) -> None:
+        if (lease.engine_id, lease.epoch) != (self.engine_id, self.epoch):
+            raise LeaseError("the reservation was made by another process of the engine")
+        if lease.lease_id in self._writing:
+            raise LeaseError("the reservation is being written already")
+        if self._network.refuse_begin or not self._observer.begin_write(lease):
+            raise LeaseError("the receiver does not know the reservation, or it has ended")
+        self._writing[lease.lease_id] = (lease, on_stop)
+
+    def _finish(self, lease: Lease, ok: bool) -> None:
+        if self._writing.pop(lease.lease_id, None) is None:
+            raise LeaseError("the reservation is not being written here")
+        lost = self._network.fail_finish
+        counted = self._observer.end_write(lease, ok and not lost)
+        if self._retired and not self._writing:
+            self.close()
+        if lost:
+            raise TransferFailed("the receiving engine did not answer")
+        if ok and not counted:
+            raise LeaseError("the reservation ended before its KV had arrived")

@@ -456,7 +456,10 @@ def test_aborting_a_reservation_under_a_writer_quarantines_its_pages() -> None:
     reservation, lease = decode.reserve_and_grant("r", prompt, 40)
     sent = prefill.send(decode, reservation, prompt)
     prefill.engine.step()
+    revoked: list[int] = []
+    decode.engine.on_revoked = revoked.append
     assert decode.engine.abort("r")
+    assert revoked == [lease.lease_id]
     load = decode.engine.load()
     assert (load.quarantined_pages, load.reserved_pages, load.free_pages, load.reserved) == (3, 0, 1, 0)
     beside = decode.submit(prompt_of(9), 4)
@@ -786,9 +789,14 @@ def test_a_lease_that_expires_under_its_writer_can_neither_be_renewed_nor_starte
     prompt = tuple(prompt_of(40))
     _, lease = node.reserve_and_grant("r", prompt, 40)
     clock.now += 10
+    revoked: list[int] = []
+    node.engine.on_revoked = revoked.append
     with pytest.raises(LeaseError, match="expired"):
         node.engine.renew("r")
     assert node.engine.load().quarantined_pages == 3
+    node.engine.step()
+    node.engine.step()
+    assert revoked == [lease.lease_id]
     again = node.engine.prep_recv("r", prompt[:16], 16)  # a new try, beside the old writer
     assert not node.engine.begin_write(lease)
     with pytest.raises(LeaseError, match="not arrived"):

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+import threading
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,6 +16,8 @@ from microserving.engine.config import EngineConfig
 from microserving.engine.engine import Engine
 from microserving.engine.fake_runner import TINY_LAYOUT, FakeRunner, FakeTokenizer
 from microserving.engine.handoff import EngineIdentity, HandoffReceiver, HandoffSender
+from microserving.engine.runner import RunnerChunk
+from microserving.errors import LeaseError
 from microserving.protocol.generation import GenerationRequest, SamplingParams, StopParams
 from microserving.transports import TRANSPORTS, Transport, create_transport
 from microserving.transports.fake import FakeNetwork, FakeTransport
@@ -38,11 +41,18 @@ class Node:
 
 
 @asynccontextmanager
-async def _node(name: str, transport: Transport, pages: int) -> AsyncIterator[Node]:
+async def _node(
+    name: str,
+    transport: Transport,
+    pages: int,
+    before_run: Callable[[Sequence[RunnerChunk]], None] | None = None,
+) -> AsyncIterator[Node]:
     memory = transport.allocate(pages * TINY_LAYOUT.bytes_per_page)
     runner = FakeRunner(TINY_LAYOUT, total_pages=pages, memory=memory)
+    runner.before_run = before_run
     config = EngineConfig(node_id=name, chunk_size_tokens=32, threads=1)
     engine = AsyncEngine(Engine(runner, FakeTokenizer(), config))
+    engine.engine.on_revoked = transport.revoke
     await engine.start()
     transport.serve(name, "e1", pages, engine.engine)
     sender = HandoffSender(transport, engine, TINY_LAYOUT, "m1", SECRET, timeout_s=10)
@@ -88,5 +98,45 @@ def test_a_hand_off_changes_no_token_and_moves_exactly_what_it_says(name: str, t
             for node, total in ((prefill, 40), (decode, 64)):
                 load = node.engine.load()
                 assert (load.free_pages, load.reserved, load.running) == (total, 0, 0)
+
+    asyncio.run(main())
+
+
+@pytest.mark.case("PD-03")
+@pytest.mark.parametrize("name", sorted(TRANSPORTS))
+def test_a_lease_that_ends_stops_its_writer_before_the_next_steps(name: str, tmp_path: Path) -> None:
+    prompt = tuple(range(180))  # six steps of 32
+    computing, go_on = threading.Event(), threading.Event()
+    runs: list[None] = []
+
+    def before_run(_: Sequence[RunnerChunk]) -> None:
+        runs.append(None)
+        computing.set()
+        assert go_on.wait(10)
+
+    async def main() -> None:
+        sending, receiving = _transports(name, tmp_path)
+        async with (
+            _node("p0", sending, 40, before_run) as prefill,
+            _node("d0", receiving, 64) as decode,
+        ):
+            reserved = await decode.engine.prep_recv("r", prompt, 180)
+            descriptor = decode.receiver.descriptor(reserved)
+            task = asyncio.create_task(prefill.sender.send(prompt, 0, 180, descriptor, 0, "s"))
+            assert await asyncio.to_thread(computing.wait, 10)
+            assert decode.engine.abort("r")
+            assert decode.engine.load().quarantined_pages == 12
+            async with asyncio.timeout(10):
+                while prefill.engine.engine.load().counters.aborts == 0:  # noqa: ASYNC110 - it has no event
+                    await asyncio.sleep(0.002)
+            assert decode.engine.load().quarantined_pages == 12  # the step still puts
+            go_on.set()
+            with pytest.raises(LeaseError, match="ended"):
+                await task
+            assert len(runs) == 1
+            async with asyncio.timeout(10):
+                while decode.engine.load().free_pages < 64:  # noqa: ASYNC110 - as above
+                    await asyncio.sleep(0.002)
+            assert prefill.engine.load().free_pages == 40
 
     asyncio.run(main())

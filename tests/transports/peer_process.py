@@ -46,12 +46,12 @@ def writer(runtime_dir: Path, engine_id: str, epoch: str) -> None:
     transport = create_transport("shared_memory", runtime_dir=runtime_dir)
     connection = transport.connect(engine_id, epoch, 10)
     lease = Lease(engine_id, epoch, "request-1", 1)
-    connection.begin(lease, 10)
+    connection.begin(lease).result(10)
     connection.pool.memory[0] = 42
     say("begun")
     for line in sys.stdin:
         if line.strip() == "finish":
-            connection.finish(lease, True, 10)
+            connection.finish(lease, True).result(10)
             say("finished")
     transport.close()
 

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import json
+import queue
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-from microserving.errors import ConfigError, LeaseError, StartupError, TransferFailed
+from microserving.errors import ConfigError, LeaseError, MicroservingError, StartupError, TransferFailed
 from microserving.transports import TRANSPORTS, Lease, create_transport
 
 from .conformance_harness import PAGE_BYTES, PAGES, TIMEOUT_S, RecordingObserver, World, lease, run_threads
@@ -25,6 +27,10 @@ def world(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[World]:
 @pytest.fixture
 def observer() -> RecordingObserver:
     return RecordingObserver()
+
+
+def _note(stops: queue.Queue[tuple[int, MicroservingError]], number: int, why: MicroservingError) -> None:
+    stops.put((number, why))
 
 
 def test_the_registry_makes_every_transport(tmp_path: Path) -> None:
@@ -91,9 +97,9 @@ def test_a_put_lands_in_the_receivers_pool(world: World, observer: RecordingObse
     connection = world.transport().connect("d0", "e1", TIMEOUT_S)
     assert connection.pool.total_pages == PAGES
     assert connection.pool.memory.shape == own.shape
-    connection.begin(lease(), TIMEOUT_S)
+    connection.begin(lease()).result(TIMEOUT_S)
     connection.pool.memory[5000:5008] = np.arange(1, 9)
-    connection.finish(lease(), True, TIMEOUT_S)
+    connection.finish(lease(), True).result(TIMEOUT_S)
     assert observer.events == [("begin", lease()), ("end", lease(), True)]
     assert own[5000:5008].tolist() == [1, 2, 3, 4, 5, 6, 7, 8]
     assert own.sum() == 36
@@ -108,8 +114,8 @@ def test_pools_may_have_different_sizes(world: World, observer: RecordingObserve
 def test_an_engine_can_send_to_itself(world: World, observer: RecordingObserver) -> None:
     transport = world.receiver(observer)
     connection = transport.connect("d0", "e1", TIMEOUT_S)
-    connection.begin(lease(), TIMEOUT_S)
-    connection.finish(lease(), True, TIMEOUT_S)
+    connection.begin(lease()).result(TIMEOUT_S)
+    connection.finish(lease(), True).result(TIMEOUT_S)
     assert observer.events[-1] == ("end", lease(), True)
 
 
@@ -118,9 +124,9 @@ def test_a_refused_begin(world: World, observer: RecordingObserver) -> None:
     world.receiver(observer)
     connection = world.transport().connect("d0", "e1", TIMEOUT_S)
     with pytest.raises(LeaseError):
-        connection.begin(lease(), TIMEOUT_S)
+        connection.begin(lease()).result(TIMEOUT_S)
     with pytest.raises(LeaseError):
-        connection.finish(lease(), True, TIMEOUT_S)
+        connection.finish(lease(), True).result(TIMEOUT_S)
     connection.close()
     assert observer.events == [("begin", lease())]
 
@@ -128,8 +134,8 @@ def test_a_refused_begin(world: World, observer: RecordingObserver) -> None:
 def test_a_failed_write_is_told(world: World, observer: RecordingObserver) -> None:
     world.receiver(observer)
     connection = world.transport().connect("d0", "e1", TIMEOUT_S)
-    connection.begin(lease(), TIMEOUT_S)
-    connection.finish(lease(), False, TIMEOUT_S)
+    connection.begin(lease()).result(TIMEOUT_S)
+    connection.finish(lease(), False).result(TIMEOUT_S)
     assert observer.events[-1] == ("end", lease(), False)
 
 
@@ -137,22 +143,73 @@ def test_a_failed_write_is_told(world: World, observer: RecordingObserver) -> No
 def test_a_finish_after_the_lease_ended_is_an_error(world: World, observer: RecordingObserver) -> None:
     world.receiver(observer)
     connection = world.transport().connect("d0", "e1", TIMEOUT_S)
-    connection.begin(lease(), TIMEOUT_S)
+    connection.begin(lease()).result(TIMEOUT_S)
     observer.keep = False
     with pytest.raises(LeaseError):
-        connection.finish(lease(), True, TIMEOUT_S)
+        connection.finish(lease(), True).result(TIMEOUT_S)
     assert observer.events == [("begin", lease()), ("end", lease(), True)]
+
+
+@pytest.mark.case("PD-03")
+def test_the_writer_of_a_revoked_lease_is_told_once_and_still_has_to_finish(
+    world: World, observer: RecordingObserver
+) -> None:
+    receiver = world.receiver(observer)
+    connection = world.transport().connect("d0", "e1", TIMEOUT_S)
+    stops: queue.Queue[tuple[int, MicroservingError]] = queue.Queue()
+    for number in (1, 2):
+        connection.begin(lease(number), partial(_note, stops, number)).result(TIMEOUT_S)
+    for number in (1, 1, 7):  # 7: nobody writes it
+        receiver.revoke(number)
+    number, why = stops.get(timeout=TIMEOUT_S)
+    assert (number, type(why)) == (1, LeaseError)
+    connection.finish(lease(2), True).result(TIMEOUT_S)  # behind all that was sent before
+    assert stops.empty()
+    assert ("end", lease(1), False) not in observer.events
+    assert connection.alive
+    connection.finish(lease(1), False).result(TIMEOUT_S)
+    assert observer.events[-1] == ("end", lease(1), False)
+
+
+def test_a_lease_that_was_finished_is_not_revoked(world: World, observer: RecordingObserver) -> None:
+    receiver = world.receiver(observer)
+    connection = world.transport().connect("d0", "e1", TIMEOUT_S)
+    stops: queue.Queue[MicroservingError] = queue.Queue()
+    connection.begin(lease(), stops.put).result(TIMEOUT_S)
+    connection.finish(lease(), True).result(TIMEOUT_S)
+    receiver.revoke(1)
+    connection.begin(lease(2)).result(TIMEOUT_S)
+    assert stops.empty()
+
+
+def test_a_writer_is_told_when_its_receiver_goes(world: World, observer: RecordingObserver) -> None:
+    receiver = world.receiver(observer)
+    connection = world.transport().connect("d0", "e1", TIMEOUT_S)
+    stops: queue.Queue[MicroservingError] = queue.Queue()
+    connection.begin(lease(), stops.put).result(TIMEOUT_S)
+    receiver.close()
+    assert isinstance(stops.get(timeout=TIMEOUT_S), TransferFailed)
+
+
+def test_a_begin_is_withdrawn_without_waiting_for_its_answer(
+    world: World, observer: RecordingObserver
+) -> None:
+    world.receiver(observer)
+    connection = world.transport().connect("d0", "e1", TIMEOUT_S)
+    connection.begin(lease())
+    connection.finish(lease(), False).result(TIMEOUT_S)
+    assert observer.events == [("begin", lease()), ("end", lease(), False)]
 
 
 def test_finish_needs_a_begin_and_counts_once(world: World, observer: RecordingObserver) -> None:
     world.receiver(observer)
     connection = world.transport().connect("d0", "e1", TIMEOUT_S)
     with pytest.raises(LeaseError):
-        connection.finish(lease(), True, TIMEOUT_S)
-    connection.begin(lease(), TIMEOUT_S)
-    connection.finish(lease(), True, TIMEOUT_S)
+        connection.finish(lease(), True).result(TIMEOUT_S)
+    connection.begin(lease()).result(TIMEOUT_S)
+    connection.finish(lease(), True).result(TIMEOUT_S)
     with pytest.raises(LeaseError):
-        connection.finish(lease(), True, TIMEOUT_S)
+        connection.finish(lease(), True).result(TIMEOUT_S)
     connection.close()
     assert observer.events == [("begin", lease()), ("end", lease(), True)]
 
@@ -160,10 +217,10 @@ def test_finish_needs_a_begin_and_counts_once(world: World, observer: RecordingO
 def test_a_lease_is_begun_once(world: World, observer: RecordingObserver) -> None:
     world.receiver(observer)
     connection = world.transport().connect("d0", "e1", TIMEOUT_S)
-    connection.begin(lease(), TIMEOUT_S)
+    connection.begin(lease()).result(TIMEOUT_S)
     with pytest.raises(LeaseError):
-        connection.begin(lease(), TIMEOUT_S)
-    connection.finish(lease(), True, TIMEOUT_S)
+        connection.begin(lease()).result(TIMEOUT_S)
+    connection.finish(lease(), True).result(TIMEOUT_S)
     assert observer.events == [("begin", lease()), ("end", lease(), True)]
 
 
@@ -171,9 +228,9 @@ def test_one_writer_cannot_finish_the_lease_of_another(world: World, observer: R
     world.receiver(observer)
     writer = world.transport().connect("d0", "e1", TIMEOUT_S)
     other = world.transport().connect("d0", "e1", TIMEOUT_S)
-    writer.begin(lease(), TIMEOUT_S)
+    writer.begin(lease()).result(TIMEOUT_S)
     with pytest.raises(LeaseError):
-        other.finish(lease(), True, TIMEOUT_S)
+        other.finish(lease(), True).result(TIMEOUT_S)
     assert observer.events == [("begin", lease())]
 
 
@@ -182,7 +239,7 @@ def test_a_lease_of_another_epoch_is_refused(world: World, observer: RecordingOb
     connection = world.transport().connect("d0", "e1", TIMEOUT_S)
     for wrong in (lease(epoch="e0"), lease(engine_id="d1")):
         with pytest.raises(LeaseError):
-            connection.begin(wrong, TIMEOUT_S)
+            connection.begin(wrong).result(TIMEOUT_S)
     assert observer.events == []
 
 
@@ -190,8 +247,8 @@ def test_closing_ends_the_unfinished_leases_only(world: World, observer: Recordi
     world.receiver(observer)
     connection = world.transport().connect("d0", "e1", TIMEOUT_S)
     for number in (1, 2, 3):
-        connection.begin(lease(number), TIMEOUT_S)
-    connection.finish(lease(2), True, TIMEOUT_S)
+        connection.begin(lease(number)).result(TIMEOUT_S)
+    connection.finish(lease(2), True).result(TIMEOUT_S)
     connection.close()
     connection.close()
     observer.wait_for("end", lease(1), False)
@@ -199,19 +256,19 @@ def test_closing_ends_the_unfinished_leases_only(world: World, observer: Recordi
     assert ("end", lease(2), False) not in observer.events
     assert not connection.alive
     with pytest.raises(TransferFailed):
-        connection.begin(lease(4), TIMEOUT_S)
+        connection.begin(lease(4)).result(TIMEOUT_S)
 
 
 def test_a_closed_sender_ends_its_leases_and_no_others(world: World, observer: RecordingObserver) -> None:
     world.receiver(observer)
     leaving, staying = world.transport(), world.transport()
-    leaving.connect("d0", "e1", TIMEOUT_S).begin(lease(1), TIMEOUT_S)
+    leaving.connect("d0", "e1", TIMEOUT_S).begin(lease(1)).result(TIMEOUT_S)
     stays = staying.connect("d0", "e1", TIMEOUT_S)
-    stays.begin(lease(2), TIMEOUT_S)
+    stays.begin(lease(2)).result(TIMEOUT_S)
     leaving.close()
     leaving.close()
     observer.wait_for("end", lease(1), False)
-    stays.finish(lease(2), True, TIMEOUT_S)
+    stays.finish(lease(2), True).result(TIMEOUT_S)
     with pytest.raises(TransferFailed):
         leaving.connect("d0", "e1", TIMEOUT_S)
 
@@ -224,7 +281,7 @@ def test_links_are_shared_and_replaced_when_closed(world: World, observer: Recor
     first.close()
     second = sender.connect("d0", "e1", TIMEOUT_S)
     assert second is not first
-    second.begin(lease(), TIMEOUT_S)
+    second.begin(lease()).result(TIMEOUT_S)
 
 
 @pytest.mark.parametrize(
@@ -241,16 +298,16 @@ def test_a_closed_receiver(world: World, observer: RecordingObserver) -> None:
     receiver = world.receiver(observer)
     sender = world.transport()
     connection = sender.connect("d0", "e1", TIMEOUT_S)
-    connection.begin(lease(), TIMEOUT_S)
+    connection.begin(lease()).result(TIMEOUT_S)
     pool = connection.pool
     receiver.close()
     receiver.close()
     observer.wait_for("end", lease(), False)
     assert not connection.alive
     with pytest.raises(TransferFailed):
-        connection.finish(lease(), True, TIMEOUT_S)
+        connection.finish(lease(), True).result(TIMEOUT_S)
     with pytest.raises(TransferFailed):
-        connection.begin(lease(2), TIMEOUT_S)
+        connection.begin(lease(2)).result(TIMEOUT_S)
     with pytest.raises(TransferFailed):
         sender.connect("d0", "e1", TIMEOUT_S)
     pool.memory[:] = 1  # a put that runs while the receiver goes must not crash
@@ -266,8 +323,8 @@ def test_a_restarted_receiver_is_another_epoch(world: World, observer: Recording
     again = RecordingObserver()
     world.receiver(again, epoch="e2")
     after = sender.connect("d0", "e2", TIMEOUT_S)
-    after.begin(lease(epoch="e2"), TIMEOUT_S)
-    after.finish(lease(epoch="e2"), True, TIMEOUT_S)
+    after.begin(lease(epoch="e2")).result(TIMEOUT_S)
+    after.finish(lease(epoch="e2"), True).result(TIMEOUT_S)
     assert again.events[-1] == ("end", lease(epoch="e2"), True)
     assert not before.alive
     with pytest.raises(TransferFailed):
@@ -282,10 +339,10 @@ def test_a_newer_epoch_takes_the_place_once_the_writes_in_flight_are_done(
     world.receiver(RecordingObserver(), epoch="e2")
     sender = world.transport()
     old = sender.connect("d0", "e1", TIMEOUT_S)
-    old.begin(lease(), TIMEOUT_S)
+    old.begin(lease()).result(TIMEOUT_S)
     sender.connect("d0", "e2", TIMEOUT_S)
     assert old.alive
-    old.finish(lease(), True, TIMEOUT_S)
+    old.finish(lease(), True).result(TIMEOUT_S)
     assert not old.alive
     assert observer.events == [("begin", lease()), ("end", lease(), True)]
 
@@ -298,8 +355,8 @@ def test_many_threads_on_one_link(world: World, observer: RecordingObserver) -> 
         for i in range(25):
             mine = lease(1 + thread * 100 + i)
             connection = sender.connect("d0", "e1", TIMEOUT_S)
-            connection.begin(mine, TIMEOUT_S)
-            connection.finish(mine, i % 3 > 0, TIMEOUT_S)
+            connection.begin(mine).result(TIMEOUT_S)
+            connection.finish(mine, i % 3 > 0).result(TIMEOUT_S)
 
     assert run_threads(8, work) == []
     ends = [event for event in observer.events if event[0] == "end"]

@@ -7,6 +7,7 @@ import fcntl
 import gc
 import os
 import pickle
+import queue
 import select
 import socket
 import stat
@@ -15,13 +16,15 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from microserving.errors import StartupError, TransferFailed
+from microserving.errors import MicroservingError, StartupError, TransferFailed
 from microserving.transports.shared_memory import SharedMemoryTransport, frames, memory, sockets
+from microserving.transports.shared_memory.connection import SharedMemoryConnection
 from microserving.transports.shared_memory.frames import Frame, FrameError, Hello, Op
 from microserving.transports.shared_memory.sockets import Peer
 
@@ -254,8 +257,8 @@ def test_a_writer_that_breaks_the_protocol_is_not_heard_but_keeps_its_pages(
         raw.send(sent)
         assert raw.recv(4096) == b""  # hung up
     honest = world.transport().connect("d0", "e1", TIMEOUT_S)
-    honest.begin(lease(5), TIMEOUT_S)
-    honest.finish(lease(5), True, TIMEOUT_S)
+    honest.begin(lease(5)).result(TIMEOUT_S)
+    honest.finish(lease(5), True).result(TIMEOUT_S)
     # This process, the writer, still lives and might write: its lease has not ended.
     assert observer.events == [("begin", lease(1)), ("begin", lease(5)), ("end", lease(5), True)]
     assert not marker.exists()
@@ -268,8 +271,8 @@ def test_a_writer_that_does_not_read_its_replies_is_not_read_either(world: World
     honest = world.transport().connect("d0", "e1", TIMEOUT_S)
 
     def others_are_served(number: int) -> None:
-        honest.begin(lease(number), TIMEOUT_S)
-        honest.finish(lease(number), True, TIMEOUT_S)
+        honest.begin(lease(number)).result(TIMEOUT_S)
+        honest.finish(lease(number), True).result(TIMEOUT_S)
 
     with _raw_writer(world) as raw:
         raw.setblocking(False)
@@ -285,6 +288,69 @@ def test_a_writer_that_does_not_read_its_replies_is_not_read_either(world: World
         raw.settimeout(TIMEOUT_S)
         numbers = [frames.decode_frame(raw.recv(4096)).number for _ in range(sent)]
         assert numbers == list(range(sent))  # read again, nothing was lost
+
+
+class FailingSocket:
+    """A socket whose next calls of one kind fail."""
+
+    def __init__(self, inner: socket.socket, call: str) -> None:
+        self._inner = inner
+        self._call = call
+
+    def __getattr__(self, name: str) -> Any:
+        if name == self._call:
+            return self._fail
+        return getattr(self._inner, name)
+
+    def _fail(self, *_: object) -> None:
+        raise OSError(errno.ENOBUFS, "no buffer space")
+
+
+@pytest.mark.case("PD-40")
+@pytest.mark.parametrize("call", ["send", "recvmsg"])
+def test_a_receivers_socket_error_is_no_proof_that_the_writer_stopped(world: World, call: str) -> None:
+    observer = RecordingObserver()
+    receiver = world.receiver(observer)
+    assert isinstance(receiver, SharedMemoryTransport)
+    assert receiver._receiver is not None
+    writers = receiver._receiver._writers
+    connection = world.transport().connect("d0", "e1", TIMEOUT_S)
+    connection.begin(lease()).result(TIMEOUT_S)
+    (writer,) = writers
+    writer.link = FailingSocket(writer.link, call)  # type: ignore[assignment]
+    with pytest.raises(TransferFailed):
+        connection.begin(lease(2)).result(TIMEOUT_S)
+    receiver.revoke(1)
+    receiver._loop.call(lambda: None)
+    assert not [event for event in observer.events if event[0] == "end"]
+    assert writers == {writer}
+    receiver.close()  # which ends the mapping's use here
+    assert ("end", lease(), False) in observer.events
+
+
+@pytest.mark.case("PD-40")
+@pytest.mark.parametrize("call", ["send", "recvmsg"])
+def test_a_writers_socket_error_does_not_tell_the_receiver_that_it_stopped(world: World, call: str) -> None:
+    observer = RecordingObserver()
+    world.receiver(observer)
+    sender = world.transport()
+    connection = sender.connect("d0", "e1", TIMEOUT_S)
+    assert isinstance(connection, SharedMemoryConnection)
+    stops: queue.Queue[MicroservingError] = queue.Queue()
+    connection.begin(lease(), stops.put).result(TIMEOUT_S)
+    connection._link = FailingSocket(connection._link, call)  # type: ignore[assignment]
+    with pytest.raises(TransferFailed):
+        connection.begin(lease(2)).result(TIMEOUT_S)
+    assert isinstance(stops.get(timeout=TIMEOUT_S), TransferFailed)
+    assert not connection.alive
+    another = sender.connect("d0", "e1", TIMEOUT_S)
+    another.begin(lease(3)).result(TIMEOUT_S)
+    assert not [event for event in observer.events if event[0] == "end"]  # a put may still run
+    connection.finish(lease(2), False)
+    with pytest.raises(TransferFailed):
+        connection.finish(lease(), False).result(TIMEOUT_S)
+    observer.wait_for("end", lease(), False)  # the last one stopped: now the link is closed
+    another.finish(lease(3), True).result(TIMEOUT_S)
 
 
 @given(st.binary(max_size=200))
@@ -402,7 +468,7 @@ def test_long_names_and_long_paths(tmp_path: Path) -> None:
     observer = RecordingObserver()
     world.receiver(observer, "d" * 128, "e" * 128)
     connection = world.transport().connect("d" * 128, "e" * 128, TIMEOUT_S)
-    connection.begin(lease(1, "d" * 128, "e" * 128), TIMEOUT_S)
+    connection.begin(lease(1, "d" * 128, "e" * 128)).result(TIMEOUT_S)
     world.close()
     with pytest.raises(StartupError, match="128"):
         world.receiver(observer, "d" * 129)
@@ -435,7 +501,7 @@ def test_dead_sockets_are_removed_and_living_ones_and_other_files_are_not(world:
         sockets.socket_name("alive", "e1"),
         sockets.socket_name("new", "e1"),
     }
-    world.transport().connect("alive", "e1", TIMEOUT_S).begin(lease(1, "alive"), TIMEOUT_S)
+    world.transport().connect("alive", "e1", TIMEOUT_S).begin(lease(1, "alive")).result(TIMEOUT_S)
 
 
 # ----------------------------------------------------------------------------------------------------------- leaks
@@ -451,9 +517,9 @@ def test_two_hundred_links_leave_nothing(world: World) -> None:
 
     def link(number: int) -> None:
         connection = sender.connect("d0", "e1", TIMEOUT_S)
-        connection.begin(lease(number), TIMEOUT_S)
+        connection.begin(lease(number)).result(TIMEOUT_S)
         if number % 2:
-            connection.finish(lease(number), True, TIMEOUT_S)
+            connection.finish(lease(number), True).result(TIMEOUT_S)
         connection.close()
         observer.wait_for("end", lease(number), number % 2 == 1)
 
@@ -475,7 +541,7 @@ def test_receivers_come_and_go_and_leave_nothing(world: World) -> None:
     for number in range(20):
         epoch = f"e{number}"
         receiver = world.receiver(RecordingObserver(), "d0", epoch)
-        sender.connect("d0", epoch, TIMEOUT_S).begin(lease(1, epoch=epoch), TIMEOUT_S)
+        sender.connect("d0", epoch, TIMEOUT_S).begin(lease(1, epoch=epoch)).result(TIMEOUT_S)
         receiver.close()
         world.transports.pop()
         sender._loop.call(lambda: None)

@@ -1,7 +1,8 @@
 """The sending end of one link: asks and tells the receiver about leases, and knows when it is gone.
 
 Callers (any thread) send their frames themselves; the transport's thread reads the replies and watches the receiver's
-process. The puts need nothing of this: they go into the mapped pool.
+process. The puts need nothing of this: they go into the mapped pool. A link that fails while the receiver lives is not
+closed before the last write has stopped, because closing it tells the receiver just that.
 """
 
 from __future__ import annotations
@@ -15,9 +16,11 @@ import threading
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future
+from dataclasses import dataclass, field
+from functools import partial
 
-from microserving.errors import LeaseError, TransferFailed
-from microserving.transports.base import Connection, Lease, RemotePool
+from microserving.errors import LeaseError, MicroservingError, TransferFailed
+from microserving.transports.base import Connection, Lease, OnStop, RemotePool, tell_nobody
 from microserving.transports.shared_memory.event_loop import READ, WRITE, EventLoop
 from microserving.transports.shared_memory.frames import (
     MAX_FRAME_BYTES,
@@ -27,9 +30,24 @@ from microserving.transports.shared_memory.frames import (
     decode_frame,
     encode_frame,
 )
-from microserving.transports.shared_memory.sockets import is_ready
+from microserving.transports.shared_memory.sockets import HANG_UP, is_ready
 
 _log = logging.getLogger(__name__)
+
+_GONE = "the receiving engine is gone"
+_BROKEN = "the link to the receiving engine failed"
+
+
+@dataclass(frozen=True, slots=True)
+class _Question:
+    """A BEGIN or FINISH that is not answered yet."""
+
+    op: Op
+    lease_id: int
+    answer: Future[None] = field(default_factory=Future)
+
+    def __post_init__(self) -> None:
+        self.answer.set_running_or_notify_cancel()  # who does not wait any more must not hinder the reply
 
 
 class SharedMemoryConnection(Connection):
@@ -55,9 +73,12 @@ class SharedMemoryConnection(Connection):
         self._numbers = itertools.count(1)
         self._lock = threading.Lock()  # guards all that follows, and the life of the two fds
         self._dead = False
+        self._broken = False
         self._retired = False
-        self._waiting: dict[int, Future[bool]] = {}
-        self._writing: set[int] = set()  # leases granted (or asked for) and not finished
+        self._waiting: dict[int, _Question] = {}
+        self._writing: dict[
+            int, OnStop | None
+        ] = {}  # leases asked for and not finished; None: FINISH is under way
         self._unsent: deque[bytes] = deque()  # bounded by the leases in flight: at most two frames each
         link.setblocking(False)
         loop.call(self._start)
@@ -69,40 +90,35 @@ class SharedMemoryConnection(Connection):
     @property
     def alive(self) -> bool:
         with self._lock:
-            return not self._dead and not self._gone()
+            return not self._why_not()
 
-    def begin(self, lease: Lease, timeout_s: float) -> None:
+    def begin(self, lease: Lease, on_stop: OnStop = tell_nobody) -> Future[None]:
         if (lease.engine_id, lease.epoch) != (self.engine_id, self.epoch):
-            raise LeaseError("the reservation was made by another process of the engine")
+            return _failed(LeaseError("the reservation was made by another process of the engine"))
         with self._lock:
+            if (why := self._why_not()) is not None:
+                return _failed(TransferFailed(why))
             if lease.lease_id in self._writing:
-                raise LeaseError("the reservation is being written already")
-            self._writing.add(lease.lease_id)
-        try:
-            granted = self._ask(Op.BEGIN, lease, False, timeout_s)
-        except TransferFailed:
-            self._withdraw(lease)
-            raise
-        if not granted:
-            self._done_with(lease)
-            raise LeaseError("the receiver does not know the reservation, or it has ended")
+                return _failed(LeaseError("the reservation is being written already"))
+            self._writing[lease.lease_id] = on_stop
+            return self._ask(Op.BEGIN, lease.lease_id, lease.request_id)
 
-    def finish(self, lease: Lease, ok: bool, timeout_s: float) -> None:
+    def finish(self, lease: Lease, ok: bool) -> Future[None]:
         with self._lock:
-            if lease.lease_id not in self._writing:
-                raise LeaseError("the reservation is not being written here")
-        try:
-            counted = self._ask(Op.FINISH, lease, ok, timeout_s)
-        finally:
-            self._done_with(lease)
-        if not counted:
-            raise LeaseError("the reservation ended before its KV had arrived")
+            why = self._why_not()
+            if why is None:
+                if self._writing.get(lease.lease_id) is None:
+                    return _failed(LeaseError("the reservation is not being written here"))
+                self._writing[lease.lease_id] = None
+                return self._ask(Op.FINISH, lease.lease_id, flag=ok)
+        self._done_with(lease.lease_id)
+        return _failed(TransferFailed(why))
 
     def close(self) -> None:
         self._loop.call(self._drop)
 
     def retire(self) -> None:
-        """Close when the last lease in flight is done: a newer process of the engine has taken its place."""
+        """Close when the last lease in flight is done: a newer link has taken its place."""
         with self._lock:
             self._retired = True
             idle = not self._writing
@@ -111,38 +127,30 @@ class SharedMemoryConnection(Connection):
 
     # ------------------------------------------------------------------------------------------------ any thread
 
-    def _ask(self, op: Op, lease: Lease, flag: bool, timeout_s: float) -> bool:
+    def _why_not(self) -> str | None:
+        """Why this link is of no use any more, None while it is. Under the lock."""
+        if self._broken:
+            return _BROKEN
+        return _GONE if self._dead or self._gone() else None
+
+    def _gone(self) -> bool:
+        """Whether the receiver's process has ended or hung up, even if the loop has not come to it. Under the lock."""
+        return is_ready(self._pidfd, select.POLLIN) or is_ready(self._link.fileno(), select.POLLHUP)
+
+    def _ask(self, op: Op, lease_id: int, request_id: str = "", *, flag: bool = False) -> Future[None]:
+        """Under the lock."""
+        question = _Question(op, lease_id)
         number = next(self._numbers)
-        frame = encode_frame(
-            Frame(op, number, lease.lease_id, flag, lease.request_id if op is Op.BEGIN else "")
-        )
-        answer: Future[bool] = Future()
-        with self._lock:
-            if self._dead or self._gone():
-                raise TransferFailed("the receiving engine is gone")
-            self._waiting[number] = answer
-            self._transmit(frame)
-        try:
-            return answer.result(timeout_s)
-        except TimeoutError:
-            raise TransferFailed(f"the receiving engine did not answer within {timeout_s:g} s") from None
-        finally:
-            with self._lock:
-                self._waiting.pop(number, None)
+        self._waiting[number] = question
+        self._transmit(encode_frame(Frame(op, number, lease_id, flag, request_id)))
+        return question.answer
 
-    def _withdraw(self, lease: Lease) -> None:
-        """A `begin` was not answered: should it be granted later, take it back. Nobody waits for the reply."""
+    def _done_with(self, lease_id: int) -> None:
         with self._lock:
-            if not self._dead:
-                self._transmit(encode_frame(Frame(Op.FINISH, next(self._numbers), lease.lease_id)))
-        self._done_with(lease)
-
-    def _done_with(self, lease: Lease) -> None:
-        with self._lock:
-            self._writing.discard(lease.lease_id)
+            self._writing.pop(lease_id, None)
             close = self._retired and not self._writing
         if close:
-            self.close()
+            self._loop.post(self._drop)
 
     def _transmit(self, frame: bytes) -> None:
         """Send, or leave it to the loop when the receiver's queue is full. Under the lock; never waits."""
@@ -152,14 +160,13 @@ class SharedMemoryConnection(Connection):
                 return
             except BlockingIOError:
                 pass
-            except OSError:
-                return  # the receiver hung up: the loop sees it too and fails everybody who waits
+            except HANG_UP:
+                return  # the loop sees it too and fails everybody who waits
+            except OSError as error:
+                self._loop.post(partial(self._break, error))
+                return
         self._unsent.append(frame)
         self._loop.post(self._watch)
-
-    def _gone(self) -> bool:
-        """Whether the receiver's process has ended or hung up, even if the loop has not come to it. Under the lock."""
-        return is_ready(self._pidfd, select.POLLIN) or is_ready(self._link.fileno(), select.POLLHUP)
 
     # --------------------------------------------------------------------------------------------- the loop thread
 
@@ -169,7 +176,7 @@ class SharedMemoryConnection(Connection):
 
     def _watch(self) -> None:
         with self._lock:
-            if not self._dead:
+            if not self._dead and not self._broken:
                 self._loop.watch(self._link.fileno(), READ | WRITE if self._unsent else READ, self._ready)
 
     def _ready(self, events: int) -> None:
@@ -179,40 +186,84 @@ class SharedMemoryConnection(Connection):
             self._receive()
 
     def _flush(self) -> None:
+        failure: OSError | None = None
         with self._lock:
-            while self._unsent:
+            while self._unsent and not self._dead and not self._broken:
                 try:
                     self._link.send(self._unsent[0])
                 except BlockingIOError:
                     return
-                except OSError:
+                except HANG_UP:
+                    break
+                except OSError as error:
+                    failure = error
                     break
                 self._unsent.popleft()
+        if failure is not None:
+            self._break(failure)
         self._watch()
 
     def _receive(self) -> None:
+        if self._dead or self._broken:
+            return
         try:
             data, _, flags, _ = self._link.recvmsg(MAX_FRAME_BYTES)
         except BlockingIOError:
             return
-        except OSError:
+        except HANG_UP:
             data, flags = b"", 0
+        except OSError as error:
+            self._break(error)
+            return
         if not data:
             self._drop()
             return
         try:
             if flags & socket.MSG_TRUNC:
                 raise FrameError("frame too long")
-            frame = decode_frame(data)
-        except (
-            FrameError
-        ) as error:  # do not hang up: a put may be running, and the receiver would free its pages
+            self._heard(decode_frame(data))
+        except FrameError as error:
+            # Do not hang up: a put may be running, and the receiver would free its pages.
             _log.error("ignored what engine %s sent on its KV link: %s", self.engine_id, error)
+
+    def _heard(self, frame: Frame) -> None:
+        if frame.op is Op.REVOKED:
+            with self._lock:
+                on_stop = self._writing.get(frame.lease_id)
+                if on_stop is not None:
+                    self._writing[frame.lease_id] = tell_nobody  # once
+            if on_stop is not None:
+                on_stop(LeaseError("the reservation has ended"))
             return
         with self._lock:
-            answer = self._waiting.pop(frame.number, None)
-        if answer is not None:
-            answer.set_result(frame.op is Op.REPLY and frame.flag)
+            question = self._waiting.pop(frame.number, None)
+        if question is None or frame.op is not Op.REPLY:
+            raise FrameError("not an answer")
+        if question.op is Op.FINISH or not frame.flag:
+            self._done_with(question.lease_id)
+        if frame.flag:
+            question.answer.set_result(None)
+        elif question.op is Op.BEGIN:
+            error = "the receiver does not know the reservation, or it has ended"
+            question.answer.set_exception(LeaseError(error))
+        else:
+            question.answer.set_exception(LeaseError("the reservation ended before its KV had arrived"))
+
+    def _break(self, error: OSError) -> None:
+        """The link failed but nobody hung up: use it no more, and close it once nobody writes."""
+        with self._lock:
+            if self._dead or self._broken:
+                return
+            _log.error("the KV link to engine %s failed: %s", self.engine_id, error)
+            self._broken = self._retired = True
+            self._loop.forget(self._link.fileno())
+            finishing = [lease_id for lease_id, on_stop in self._writing.items() if on_stop is None]
+            for lease_id in finishing:  # it stopped, whether or not the receiver was told
+                del self._writing[lease_id]
+            idle = not self._writing
+        self._fail(_BROKEN)
+        if idle:
+            self._drop()
 
     def _drop(self) -> None:
         """The link is over: fail everybody who waits, give back the fds. The pool stays mapped while referenced."""
@@ -224,9 +275,27 @@ class SharedMemoryConnection(Connection):
             self._loop.forget(self._pidfd)
             self._link.close()
             os.close(self._pidfd)
-            waiting = list(self._waiting.values())
+        self._fail(_GONE)
+        self._on_dead(self)
+
+    def _fail(self, why: str) -> None:
+        """Tell everybody who waits for an answer, and every writer."""
+        with self._lock:
+            questions = list(self._waiting.values())
+            stops = [on_stop for on_stop in self._writing.values() if on_stop is not None]
             self._waiting.clear()
             self._unsent.clear()
-        for answer in waiting:
-            answer.set_exception(TransferFailed("the receiving engine is gone"))
-        self._on_dead(self)
+            if self._dead:
+                self._writing.clear()
+            else:
+                self._writing = dict.fromkeys(self._writing, tell_nobody)
+        for question in questions:
+            question.answer.set_exception(TransferFailed(why))
+        for on_stop in stops:
+            on_stop(TransferFailed(why))
+
+
+def _failed(error: MicroservingError) -> Future[None]:
+    answer: Future[None] = Future()
+    answer.set_exception(error)
+    return answer

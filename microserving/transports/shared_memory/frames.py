@@ -1,7 +1,7 @@
 """What the two ends say to each other: fixed little binary frames, one per SOCK_SEQPACKET message.
 
 hello (receiver -> writer, once, with the pool's memfd), then BEGIN and FINISH (writer -> receiver) and one REPLY to
-each, which carries the same number. Whatever does not parse is a FrameError; nothing here is trusted or evaluated.
+each, which carries the same number; REVOKED (receiver -> writer) at any time. Whatever does not parse is a FrameError; nothing here is trusted or evaluated.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from enum import IntEnum
 
 from microserving.protocol.kv_descriptor import MAX_REQUEST_ID_BYTES
 
-PROTOCOL_VERSION = 1
+PROTOCOL_VERSION = 2
 _MAGIC = b"MSKV"
 _HELLO = struct.Struct(
     "<4sHHHQQ"
@@ -31,6 +31,7 @@ class Op(IntEnum):
     BEGIN = 1
     FINISH = 2
     REPLY = 3
+    REVOKED = 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,7 +46,10 @@ class Hello:
 
 @dataclass(frozen=True, slots=True)
 class Frame:
-    """flag: of FINISH, whether every byte is in place; of REPLY, whether it was granted. request_id: BEGIN only."""
+    """flag: of FINISH, whether every byte is in place; of REPLY, whether it was granted. request_id: BEGIN only.
+
+    number: 0 of REVOKED, which answers nothing and is not answered.
+    """
 
     op: Op
     number: int

@@ -1,8 +1,8 @@
 """The receiving end: accepts writers, gives them the pool, and tells the lease observer when they begin and stop.
 
 All of it runs on the transport's thread and never waits for a peer. A writer that is stopped keeps its leases; a
-writer that hangs up or ends has stopped writing, so its unfinished leases end. A writer that breaks the protocol is
-not heard any more, but it may still write: its leases end with its process.
+writer that hangs up or ends has stopped writing, so its unfinished leases end. A writer that breaks the protocol, or
+whose socket fails in any other way, is not heard any more, but it may still write: its leases end with its process.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import logging
 import os
 import select
 import socket
+from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -27,19 +28,25 @@ from microserving.transports.shared_memory.frames import (
     encode_frame,
     encode_hello,
 )
-from microserving.transports.shared_memory.sockets import Peer, is_ready
+from microserving.transports.shared_memory.sockets import HANG_UP, Peer, is_ready
 
 _log = logging.getLogger(__name__)
 
 
 @dataclass(eq=False, slots=True)
 class _Writer:
-    """One connected sender. unsent: the reply that its full socket did not take; nothing is read until it is sent."""
+    """One connected sender.
+
+    unsent: what its full socket did not take; nothing is read until it is sent, so it has one reply and one REVOKED
+    a lease at the most. blocked: we wait for room. heard: False once we do not listen to it any more.
+    """
 
     link: socket.socket
     pidfd: int
     leases: dict[int, Lease] = field(default_factory=dict)
-    unsent: bytes | None = None
+    unsent: deque[bytes] = field(default_factory=deque)
+    blocked: bool = False
+    heard: bool = True
 
 
 class Receiver:
@@ -65,6 +72,12 @@ class Receiver:
 
     def start(self) -> None:
         self._loop.watch(self._listener.fileno(), READ, self._accept)
+
+    def revoke(self, lease_id: int) -> None:
+        """Tell the lease's writer, if there is one, that it need not go on."""
+        for writer in list(self._writers):
+            if writer.heard and lease_id in writer.leases:
+                self._send(writer, Frame(Op.REVOKED, 0, lease_id))
 
     def close(self) -> None:
         """Hang up on every writer (their unfinished leases end) and stop to listen."""
@@ -125,8 +138,9 @@ class Receiver:
         for lease in writer.leases.values():
             self._observer.end_write(lease, False)
 
-    def _distrust(self, writer: _Writer, why: FrameError) -> None:
-        _log.error("a KV writer broke the protocol (%s); its leases are kept until its process ends", why)
+    def _distrust(self, writer: _Writer, why: Exception) -> None:
+        _log.error("a KV writer cannot be heard (%s); its leases are kept until its process ends", why)
+        writer.heard = False
         self._loop.forget(writer.link.fileno())
         with suppress(OSError):
             writer.link.shutdown(socket.SHUT_RDWR)
@@ -134,16 +148,19 @@ class Receiver:
     # ------------------------------------------------------------------------------------------------------ frames
 
     def _serve(self, writer: _Writer, events: int) -> None:
-        if writer.unsent is not None:
+        if writer.blocked:
             if events & WRITE:
-                self._reply(writer, writer.unsent)
+                self._flush(writer)
             return
         try:
             data, _, flags, _ = writer.link.recvmsg(MAX_FRAME_BYTES)
         except BlockingIOError:
             return
-        except OSError:
+        except HANG_UP:
             self._end(writer)
+            return
+        except OSError as error:
+            self._distrust(writer, error)
             return
         if not data and is_ready(writer.link.fileno(), select.POLLHUP):
             self._end(writer)
@@ -156,7 +173,7 @@ class Receiver:
         except FrameError as error:
             self._distrust(writer, error)
             return
-        self._reply(writer, encode_frame(Frame(Op.REPLY, frame.number, frame.lease_id, flag)))
+        self._send(writer, Frame(Op.REPLY, frame.number, frame.lease_id, flag))
 
     def _handle(self, writer: _Writer, frame: Frame) -> bool:
         """What the reply says."""
@@ -171,18 +188,27 @@ class Receiver:
             if begun is None:
                 return False
             return self._observer.end_write(begun, frame.flag) or not frame.flag
-        raise FrameError("a writer does not reply")
+        raise FrameError("a writer only begins and finishes")
 
-    def _reply(self, writer: _Writer, data: bytes) -> None:
-        link = writer.link
+    def _send(self, writer: _Writer, frame: Frame) -> None:
+        writer.unsent.append(encode_frame(frame))
+        self._flush(writer)
+
+    def _flush(self, writer: _Writer) -> None:
+        """Send what is to be sent, and until that is done read nothing."""
         try:
-            link.send(data)
+            while writer.unsent:
+                writer.link.send(writer.unsent[0])
+                writer.unsent.popleft()
         except BlockingIOError:
-            writer.unsent = data
-            self._loop.watch(link.fileno(), WRITE, lambda events: self._serve(writer, events))
-        except OSError:
+            pass
+        except HANG_UP:
             self._end(writer)
-        else:
-            if writer.unsent is not None:
-                writer.unsent = None
-                self._loop.watch(link.fileno(), READ, lambda events: self._serve(writer, events))
+            return
+        except OSError as error:
+            self._distrust(writer, error)
+            return
+        if writer.blocked != bool(writer.unsent):
+            writer.blocked = not writer.blocked
+            events = WRITE if writer.blocked else READ
+            self._loop.watch(writer.link.fileno(), events, lambda ready: self._serve(writer, ready))

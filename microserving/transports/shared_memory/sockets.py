@@ -24,6 +24,8 @@ from microserving.errors import StartupError
 
 _SO_PEERPIDFD = 77  # Linux 6.5; not in Python's socket module
 _PREFIX, _SUFFIX = "kv-", ".sock"
+HANG_UP = (BrokenPipeError, ConnectionResetError)
+"""What a socket call raises when the peer has closed. Any other error says nothing about the peer."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,6 +7,7 @@ import socket
 import threading
 from collections.abc import Callable, Mapping
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -52,8 +53,9 @@ class SharedMemoryTransport(Transport):
         self._memory: npt.NDArray[np.uint8] | None = None
         self._receiver: Receiver | None = None
         self._socket_name: str | None = None
-        self._lock = threading.Lock()  # guards the three fields below
-        self._links: dict[str, SharedMemoryConnection] = {}  # by engine id: the newest epoch only
+        self._lock = threading.Lock()  # guards the four fields below
+        self._links: dict[str, SharedMemoryConnection] = {}  # by engine id: the newest only
+        self._old: set[SharedMemoryConnection] = set()  # replaced, with writes in flight
         self._opening: set[socket.socket] = set()  # a thread waits for the receiver's hello
         self._closed = False
 
@@ -82,6 +84,10 @@ class SharedMemoryTransport(Transport):
         self._receiver = receiver
         self._loop.call(receiver.start)
 
+    def revoke(self, lease_id: int) -> None:
+        if self._receiver is not None:
+            self._loop.post(partial(self._receiver.revoke, lease_id))
+
     def describe(self) -> Mapping[str, str | int]:
         return {"name": self.name, "nbytes": self._nbytes}
 
@@ -97,7 +103,7 @@ class SharedMemoryTransport(Transport):
             if self._closed:
                 return
             self._closed = True
-            links = list(self._links.values())
+            links = [*self._links.values(), *self._old]
             for opening in self._opening:
                 with suppress(OSError):
                     opening.shutdown(socket.SHUT_RDWR)
@@ -167,6 +173,8 @@ class SharedMemoryTransport(Transport):
             same = old is not None and old.epoch == link.epoch and old.alive
             if not closed and not same:
                 self._links[link.engine_id] = link
+                if old is not None:
+                    self._old.add(old)
         if closed:
             link.close()
             raise TransferFailed("this engine is stopping")
@@ -183,6 +191,7 @@ class SharedMemoryTransport(Transport):
         with self._lock:
             if self._links.get(link.engine_id) is link:
                 del self._links[link.engine_id]
+            self._old.discard(link)
 
     def _unlink_socket(self) -> None:
         if self._socket_name is None:
