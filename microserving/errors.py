@@ -13,6 +13,7 @@
     │   └── RateLimited
     ├── ServiceError                 not the client's fault; another try may succeed
     │   ├── EngineUnavailable        an engine failed or cannot be reached
+    │   │   └── ShuttingDown         the server was told to stop: nobody's error
     │   ├── TransferFailed           KV did not arrive whole at the receiver
     │   ├── Overloaded               a bounded queue is full
     │   │   └── KVExhausted          not enough free KV pages
@@ -35,7 +36,10 @@ from typing import ClassVar
 
 
 class MicroservingError(Exception):
-    """Base class. ``param`` is the request field at fault, ``code`` a stable machine-readable word."""
+    """Base class. ``param`` is the request field at fault, ``code`` a stable machine-readable word.
+
+    logged: whoever knew most about it has written it to the log already.
+    """
 
     code: ClassVar[str | None] = None
 
@@ -44,6 +48,7 @@ class MicroservingError(Exception):
         self.message = message
         self.param = param
         self.retry_after_s = retry_after_s
+        self.logged = False
 
 
 class RequestError(MicroservingError):
@@ -92,6 +97,19 @@ class ServiceError(MicroservingError):
 
 class EngineUnavailable(ServiceError):
     code = "engine_unavailable"
+
+
+class ShuttingDown(EngineUnavailable):
+    code = "shutting_down"
+
+    def __init__(
+        self,
+        message: str = "the server is shutting down",
+        *,
+        param: str | None = None,
+        retry_after_s: float | None = 1.0,
+    ) -> None:
+        super().__init__(message, param=param, retry_after_s=retry_after_s)
 
 
 class TransferFailed(ServiceError):
@@ -149,6 +167,7 @@ HTTP_STATUS: dict[type[MicroservingError], int] = {
     PayloadTooLarge: 413,
     RateLimited: 429,
     EngineUnavailable: 502,
+    ShuttingDown: 503,
     TransferFailed: 502,
     Overloaded: 503,
     KVExhausted: 503,

@@ -22,11 +22,15 @@ def add_config_flags(
     model: type[BaseModel],
     help_texts: Mapping[str, str],
     skip: Iterable[str] = (),
+    in_force: Mapping[str, object] | None = None,
 ) -> None:
-    """A flag for every field of ``model`` but ``skip``. help_texts: field -> what it is, without its default."""
+    """A flag for every field of ``model`` but ``skip``. help_texts: field -> what it is, without its default.
+
+    in_force: field whose default is None -> what then holds.
+    """
     for name, field in model.model_fields.items():
         if name not in skip:
-            text = f"{help_texts[name]} ({shown_default(field)})"
+            text = f"{help_texts[name]} ({shown_default(field, (in_force or {}).get(name))})"
             parser.add_argument(
                 flag_name(name),
                 dest=_DEST + name,
@@ -37,11 +41,12 @@ def add_config_flags(
             )
 
 
-def shown_default(field: FieldInfo) -> str:
-    """A field's default as help shows it: `default: 8000`."""
+def shown_default(field: FieldInfo, in_force: object = None) -> str:
+    """A field's default as help shows it: `default: 8000`. in_force: what a default of None stands for."""
     if field.is_required():
         return "must be given"
     value = field.get_default(call_default_factory=True)
+    value = in_force if value is None else value
     return "default: none" if value is None or value == () else f"default: {value}"
 
 

@@ -11,6 +11,7 @@ import os
 import sys
 import traceback
 from collections.abc import Sequence
+from typing import NoReturn
 
 import microserving
 from microserving.errors import MicroservingError
@@ -46,7 +47,15 @@ class _SubcommandParser(argparse.ArgumentParser):
             module = importlib.import_module(f"microserving.cli.{command}")
             module.add_arguments(self)
             self.set_defaults(run=module.run, parser=self)
-        return super().parse_known_args(args, namespace)
+        options, unknown = super().parse_known_args(args, namespace)
+        if unknown:  # refused here, not by the top-level parser, whose usage would be of no help
+            self.error(f"unrecognized arguments: {' '.join(unknown)}")
+        return options, unknown
+
+    def error(self, message: str) -> NoReturn:
+        """One line of usage: the whole of it has dozens of flags."""
+        usage = f"usage: {self.prog} [OPTIONS]   ({self.prog} --help explains them)"
+        self.exit(2, f"{usage}\n{self.prog}: error: {message}\n")
 
 
 def build_parser() -> argparse.ArgumentParser:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import argparse
-import json
+import sys
+from collections.abc import Mapping
 
 from microserving.cli.flags import add_config_flags, config_from
 from microserving.cli.logs import start_logging
-from microserving.router.config import RouterConfig, Setting
+from microserving.cli.settings import Setting, add_set_flag
+from microserving.router.config import RouterConfig
 
 HELP_TEXTS = {
     "program": "the router program: a Python file, or the name of one that comes with microserving",
@@ -36,40 +38,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "It needs no model and no GPU: the tokenizer comes from the engines."
     )
     add_config_flags(parser, RouterConfig, HELP_TEXTS, skip=OTHER_FORM)
+    add_set_flag(parser)
     parser.add_argument(
-        "--set",
-        dest="settings",
-        action="append",
-        default=[],
-        type=parse_setting,
-        metavar="KEY=VALUE",
-        help="a setting of the program, as in --set pd_balance_factor=0.1; may be given several times",
+        "--check",
+        action="store_true",
+        help="only check the program and its settings (no peers needed), then end",
     )
-
-    parser.add_argument(
-        "--check", action="store_true", help="only check the program and its settings, then end"
-    )
-
-
-def parse_setting(text: str) -> tuple[str, Setting]:
-    """``key=value``; a value that is a JSON number, true, false or "text" is read as that, else it is text as it is."""
-    key, separator, raw = text.partition("=")
-    if not separator or not key.isidentifier():
-        raise argparse.ArgumentTypeError(f"{text!r} is not KEY=VALUE")
-    try:
-        value = json.loads(raw)
-    except ValueError:
-        return key, raw
-    return key, value if isinstance(value, (str, int, float, bool)) else raw
 
 
 def run(options: argparse.Namespace) -> int:
-    config = config_from(options, RouterConfig, {"program_settings": dict(options.settings)})
     if options.check:
-        from microserving.router.program_loader import load_program
-
-        load_program(config.program, config.program_settings)
-        return 0
+        return check(options.config_program, dict(options.settings))
+    config = config_from(options, RouterConfig, {"program_settings": dict(options.settings)})
     from microserving.cluster.addresses import bracketed
     from microserving.cluster.secret import check_secret
     from microserving.observability.console import Console
@@ -80,4 +60,16 @@ def run(options: argparse.Namespace) -> int:
     console = Console(verbose=options.verbose)
     host = bracketed(config.serving_bind)
     run_router(config, on_ready=lambda port: console.line(f"router ready at http://{host}:{port}"))
+    return 0
+
+
+def check(program: str, settings: Mapping[str, Setting]) -> int:
+    """Load the program and say that it is good. Raises ProgramError, with file and line, when it is not."""
+    from microserving.program import setting_types
+    from microserving.router.program_loader import load_program
+
+    instance = load_program(program, settings).instance
+    shown = [f"{name}={getattr(instance, name)}" for name in setting_types(type(instance))]
+    facts = "; ".join(filter(None, [type(instance).__name__, ", ".join(shown)]))
+    sys.stdout.write(f"{program}: ok ({facts})\n")
     return 0

@@ -10,7 +10,7 @@ from microserving.engine.config import EngineConfig
 
 HELP_TEXTS = {
     "model": "a model of the catalog (`microserving model list`), a GGUF file, or a Hugging Face directory",
-    "served_model_name": "the model's name in the API, instead of its own",
+    "served_model_name": "the model's name in the API",
     "serving_bind": "address to listen on; beyond loopback prefill and decode need --cluster-secret-file",
     "port": "port to listen on; 0 = any free one",
     "node_role": "what the engine is for; hybrid serves OpenAI clients by itself and takes every verb",
@@ -21,7 +21,7 @@ HELP_TEXTS = {
     "kv_dtype": "number format of the KV cache",
     "page_size": "tokens in one KV page",
     "kv_cache_bytes": "bytes of the KV pool",
-    "max_context": "most tokens of prompt plus output; none = what the model was trained for",
+    "max_context": "most tokens of prompt plus output",
     "chunk_size_tokens": "most prompt tokens computed in one step, so that long prompts do not stop other output",
     "max_batch_size": "most sequences that decode in one step",
     "max_sequences": "most sequences held, active and queued",
@@ -30,7 +30,7 @@ HELP_TEXTS = {
     "transfer_timeout_s": "seconds without an answer from the receiver after which a hand-off has failed",
     "cluster_secret_file": "file with the cluster's secret (16 bytes or more) that signs KV descriptors",
     "runtime_dir": "private directory for the sockets between engines of one machine; all must name the same",
-    "cache_dir": "where models and compiled code are kept; none = the user's cache directory",
+    "cache_dir": "where models and compiled code are kept",
     "strict_fields": "refuse requests with unknown fields instead of naming them in a header",
 }
 
@@ -40,16 +40,36 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "Start one engine: an OpenAI server (/v1) that also takes the verbs (/microserving).\n"
         "A hybrid engine needs nothing else; prefill and decode engines stand behind a router."
     )
-    add_config_flags(parser, EngineConfig, HELP_TEXTS)
+    add_config_flags(parser, EngineConfig, HELP_TEXTS, in_force=in_force())
+
+
+def in_force() -> dict[str, object]:
+    """Field whose default is None -> what then holds."""
+    from microserving.model_files.catalog import default_cache_dir
+    from microserving.transports.registry import default_runtime_dir
+
+    return {
+        "served_model_name": "the model's own name",
+        "max_context": "what the model was trained for",
+        "runtime_dir": default_runtime_dir(),
+        "cache_dir": default_cache_dir(),
+    }
 
 
 def run(options: argparse.Namespace) -> int:
     config = config_from(options, EngineConfig)
+    from microserving.cluster.addresses import bracketed
     from microserving.cluster.secret import check_secret
     from microserving.observability.console import Console
     from microserving.server.run import run_engine
 
     start_logging(options.verbose)
     check_secret(config.node_role, config.serving_bind, config.cluster_secret_file)
-    run_engine(config, progress=Console(verbose=options.verbose).progress)
+    console = Console(verbose=options.verbose, plain_step=0.25)
+    host = bracketed(config.serving_bind)
+    run_engine(
+        config,
+        progress=console.progress,
+        on_ready=lambda port: console.line(f"{config.node_id} ready at http://{host}:{port}"),
+    )
     return 0

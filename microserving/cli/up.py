@@ -5,7 +5,9 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
+from microserving.cli.settings import add_set_flag
 from microserving.cluster.config import ClusterConfig, load_cluster_config, parse_cluster_config
+from microserving.model_files.catalog import default_cache_dir
 
 DEFAULT_CLUSTER = {
     "cluster": {"name": "1p1d"},
@@ -38,11 +40,14 @@ Without --config: a prefill engine, a decode engine and a router in front of the
         "--port", type=_port, metavar="N", help="port that clients use, instead of the file's"
     )
     parser.add_argument("--program", metavar="FILE_OR_NAME", help="router program, instead of the file's")
+    add_set_flag(
+        parser, "; wins over [router.settings], which count only without --program (they are for the file's)"
+    )
     parser.add_argument(
         "--cache-dir",
         type=Path,
         metavar="DIR",
-        help="where models and compiled code are kept (default: the user's cache)",
+        help=f"where models and compiled code are kept (default: {default_cache_dir()})",
     )
     parser.add_argument(
         "--log-dir",
@@ -87,7 +92,9 @@ def effective_config(options: argparse.Namespace) -> ClusterConfig:
         config = parse_cluster_config(DEFAULT_CLUSTER, "the default cluster")
     else:
         config = load_cluster_config(options.config)
-    return config.with_overrides(model=options.model, port=options.port, program=options.program)
+    return config.with_overrides(
+        model=options.model, port=options.port, program=options.program, settings=dict(options.settings)
+    )
 
 
 def _absolute(path: Path | None) -> Path | None:

@@ -9,8 +9,9 @@ import difflib
 import re
 import tomllib
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import Annotated, Any
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, create_model
@@ -20,35 +21,35 @@ from microserving.engine.config import EngineConfig, NodeRole
 from microserving.errors import ConfigError
 from microserving.router.config import RouterConfig
 
-OWNED_ENGINE_FIELDS = frozenset(
+OWNED_ENGINE_FIELDS: Mapping[str, str] = MappingProxyType(
     {
-        "model",
-        "served_model_name",
-        "serving_bind",
-        "port",
-        "node_role",
-        "node_id",
-        "rank",
-        "threads",
-        "kv_cache_bytes",
-        "cluster_secret_file",
-        "runtime_dir",
-        "cache_dir",
+        "model": "model.name",
+        "served_model_name": "model.served_model_name",
+        "serving_bind": "nodes.address",
+        "port": "nodes.address",
+        "node_role": "nodes.role",
+        "node_id": "nodes.id",
+        "rank": "nodes.rank",
+        "threads": "nodes.resources.compute_units",
+        "kv_cache_bytes": "nodes.resources.memory_bytes",
+        "cluster_secret_file": "cluster.secret_file",
+        "runtime_dir": "no key, it is made for each run",
+        "cache_dir": "no key but the flag --cache-dir",
     }
 )
-"""Fields of ``EngineConfig`` that other keys of the file, or the launcher, decide. The rest may stand in `[engine]`."""
+"""Fields of ``EngineConfig`` that cannot stand in `[engine]`, each with the key of the file that decides it."""
 
-OWNED_ROUTER_FIELDS = frozenset(
+OWNED_ROUTER_FIELDS: Mapping[str, str] = MappingProxyType(
     {
-        "program_settings",
-        "prefill_peers",
-        "decode_peers",
-        "serving_bind",
-        "port",
-        "cluster_secret_file",
+        "program_settings": "router.settings",
+        "prefill_peers": "nodes.role",
+        "decode_peers": "nodes.role",
+        "serving_bind": "router.address",
+        "port": "router.address",
+        "cluster_secret_file": "cluster.secret_file",
     }
 )
-"""The same for ``RouterConfig``; the rest may stand in `[router]`."""
+"""The same for ``RouterConfig`` and `[router]`."""
 
 
 def _checked_address(text: str) -> str:
@@ -71,6 +72,7 @@ Setting = str | int | float | bool
 AddressText = Annotated[str, AfterValidator(_checked_address)]
 NodeId = Annotated[str, AfterValidator(_checked_node_id)]
 SettingValue = Annotated[Any, AfterValidator(_checked_setting)]
+_NO_NODES = "at least one [[nodes]] is needed"
 _NODE_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}", re.ASCII)
 
 
@@ -147,14 +149,25 @@ class ClusterConfig(_Section):
         return given | self.engine | node.engine
 
     def with_overrides(
-        self, *, model: str | None = None, port: int | None = None, program: str | None = None
+        self,
+        *,
+        model: str | None = None,
+        port: int | None = None,
+        program: str | None = None,
+        settings: Mapping[str, Setting] | None = None,
     ) -> ClusterConfig:
-        """The same with what the command line says instead. port: where clients send their requests."""
+        """The same with what the command line says instead. port: where clients send their requests.
+
+        settings: of the program, over those of the file; another ``program`` leaves the file's settings behind.
+        """
         config = self
         if model is not None:
             config = config.model_copy(update={"model": ModelSection(name=model)})
         if program is not None:
             config = config._with_router(program=program, settings={})
+        if settings:
+            given = {} if config.router is None else config.router.settings
+            config = config._with_router(settings=given | dict(settings))
         if port is None:
             return config
         if config.router is not None or len(config.nodes) > 1:
@@ -171,7 +184,7 @@ def _with_port(address: str, port: int) -> str:
     return str(Address(parse_address(address).host, port))
 
 
-def _part_of(model: type[BaseModel], name: str, without: frozenset[str]) -> type[BaseModel]:
+def _part_of(model: type[BaseModel], name: str, without: Collection[str]) -> type[BaseModel]:
     """A strict model of the fields of ``model`` that are not in ``without``."""
     fields = {
         key: (field.annotation, field) for key, field in model.model_fields.items() if key not in without
@@ -181,7 +194,7 @@ def _part_of(model: type[BaseModel], name: str, without: frozenset[str]) -> type
 
 
 _EngineSettings = _part_of(EngineConfig, "_EngineSettings", OWNED_ENGINE_FIELDS)
-_RouterSettings = _part_of(RouterConfig, "_RouterSettings", OWNED_ROUTER_FIELDS | {"program"})
+_RouterSettings = _part_of(RouterConfig, "_RouterSettings", {*OWNED_ROUTER_FIELDS, "program"})
 
 
 def load_cluster_config(path: Path) -> ClusterConfig:
@@ -233,7 +246,7 @@ def _check_whole(config: ClusterConfig) -> None:
         if getattr(config.cluster, key) != 1:
             raise ValueError(f"cluster.{key}: only 1 is supported so far")
     if not config.nodes:
-        raise ValueError("nodes: at least one node is needed")
+        raise ValueError(f"nodes: {_NO_NODES}")
     _check_unique("id", [node.id for node in config.nodes])
     fixed = [node.address for node in config.nodes if parse_address(node.address).port != 0]
     if config.router is not None:
@@ -266,7 +279,7 @@ def _one_line(error: ValidationError, source: str, prefix: str) -> str:
     if first["type"] == "extra_forbidden":
         message = "unknown key" + _suggestion(str(first["loc"][-1]), prefix)
     elif first["type"] == "missing":
-        message = "this key is missing"
+        message = _NO_NODES if key == "nodes" else "this key is missing"
     elif first["type"] == "tuple_type":
         message = f"write each of them as a table [[{key}]]"
     else:
@@ -286,13 +299,19 @@ def _key_path(prefix: str, location: Sequence[str | int]) -> str:
 
 
 def _suggestion(key: str, prefix: str) -> str:
-    if key in (OWNED_ROUTER_FIELDS if prefix == "router" else OWNED_ENGINE_FIELDS) and prefix:
-        return " here: other keys of the file decide it"
-    near = difflib.get_close_matches(key, _all_keys(), n=1)
-    return f" (did you mean {near[0]!r}?)" if near and near[0] != key else ""
+    owned: Mapping[str, str] = (
+        OWNED_ROUTER_FIELDS if prefix == "router" else OWNED_ENGINE_FIELDS if prefix else {}
+    )
+    if key in owned:
+        return f" here: it is decided by {owned[key]}"
+    near = difflib.get_close_matches(key, sorted({*_all_keys(), *owned}), n=1)
+    if not near or near[0] == key:
+        return ""
+    decided = f", which is decided by {owned[near[0]]}" if near[0] in owned else ""
+    return f" (did you mean {near[0]!r}{decided}?)"
 
 
-def _all_keys() -> list[str]:
+def _all_keys() -> set[str]:
     sections = (ClusterConfig, ClusterSection, ModelSection, RouterSection, NodeSection, NodeResources)
     keys = {key for section in sections for key in section.model_fields}
-    return sorted(keys | set(_EngineSettings.model_fields) | set(_RouterSettings.model_fields))
+    return keys | set(_EngineSettings.model_fields) | set(_RouterSettings.model_fields)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import shlex
 import signal
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -198,19 +199,19 @@ def welcome(topology: Topology) -> list[str]:
         runs = f"router program {topology.router.config.program} over {len(topology.engines)} engines"
     else:
         runs = f"engine {topology.engines[0].config.node_id} alone, no router"
-    body = json.dumps(
-        {"model": model, "messages": [{"role": "user", "content": "What is the capital of France?"}]}
-    )
+    question = [{"role": "user", "content": "What is the capital of France?"}]
+    body = json.dumps({"model": model, "messages": question, "temperature": 0, "max_tokens": 32})
     return [
         "",
         f"Ready: {url}/v1   ({runs})",
         "",
         f"  curl {url}/v1/chat/completions -H 'Content-Type: application/json' \\",
-        f"    -d '{body}'",
+        f"    -d {shlex.quote(body)}",
         "",
         "  from openai import OpenAI",
         f'  client = OpenAI(base_url="{url}/v1", api_key="none")',
-        f'  client.completions.create(model={json.dumps(model)}, prompt="Once upon a time", max_tokens=32)',
+        f'  prompt = {{"model": {json.dumps(model)}, "prompt": "Once upon a time"}}',
+        "  print(client.completions.create(**prompt, temperature=0, max_tokens=32).choices[0].text)",
         "",
         "Ctrl-C stops everything.",
     ]

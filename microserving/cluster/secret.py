@@ -29,8 +29,9 @@ def check_secret(role: str, host: str, secret_file: Path | None) -> None:
     """
     if secret_file is None:
         if role != "hybrid" and not is_loopback(host):
+            what = role if role == "router" else f"{role} engine"
             raise ConfigError(
-                f"a {role} listens on {host}, beyond this machine, only with --cluster-secret-file "
+                f"a {what} listens on {host}, beyond this machine, only with --cluster-secret-file "
                 f"(at least {MIN_SECRET_BYTES} bytes)"
             )
         return

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from types import TracebackType
 
@@ -13,6 +13,8 @@ from microserving.errors import StartupError
 from microserving.observability.console import Console
 
 STOP_GRACE_S = 3.0
+FIRST_STOP_S = 1.0
+"""What was started last uses the others (a router its engines): it gets so long alone to end before they are told."""
 FIRST_RESTART_S = 0.5
 LONGEST_RESTART_S = 30.0
 STABLE_AFTER_S = 60.0
@@ -30,6 +32,7 @@ class Supervisor:
         self._console = console
         self._start_timeout_s = start_timeout_s
         self._children: dict[str, Child] = {}
+        self._last_started: frozenset[str] = frozenset()
         self._keepers: set[asyncio.Task[None]] = set()
         self._lifeline: tuple[int, int] = (-1, -1)
 
@@ -62,6 +65,7 @@ class Supervisor:
 
     async def start(self, specs: Sequence[ProcessSpec]) -> None:
         """Start processes and wait until all are ready. Raises StartupError as soon as one ends."""
+        self._last_started = frozenset(spec.name for spec in specs)
         children = [self._new(spec) for spec in specs]
         for child in children:
             await child.start()
@@ -121,12 +125,23 @@ class Supervisor:
         for keeper in self._keepers:
             keeper.cancel()
         await asyncio.gather(*self._keepers, return_exceptions=True)
-        for child in self._children.values():
-            child.terminate()
-        ends = [asyncio.ensure_future(child.wait()) for child in self._children.values()]
+        last = {name: child for name, child in self._children.items() if name in self._last_started}
+        ends = _terminate(last.values())
+        if ends:
+            await asyncio.wait(ends, timeout=min(FIRST_STOP_S, STOP_GRACE_S))
+        ends |= _terminate(child for name, child in self._children.items() if name not in last)
         if not ends:
             return
         _, late = await asyncio.wait(ends, timeout=STOP_GRACE_S)
         if late:
             self.kill()
             await asyncio.wait(late)
+
+
+def _terminate(children: Iterable[Child]) -> set[asyncio.Future[int]]:
+    """Tell them to end. Returns their ends."""
+    ends: set[asyncio.Future[int]] = set()
+    for child in children:
+        child.terminate()
+        ends.add(asyncio.ensure_future(child.wait()))
+    return ends

@@ -20,7 +20,7 @@ from functools import partial
 
 from microserving.engine.engine import Engine
 from microserving.engine.jobs import LoadSnapshot, Reservation, SendDone, SendJob
-from microserving.errors import EngineUnavailable, KVExhausted, MicroservingError, Overloaded
+from microserving.errors import EngineUnavailable, KVExhausted, MicroservingError, Overloaded, ShuttingDown
 from microserving.protocol.generation import GenerationChunk, GenerationRequest
 
 logger = logging.getLogger(__name__)
@@ -75,13 +75,13 @@ class AsyncEngine:
         self._thread.start()
 
     async def stop(self) -> None:
-        """End everything outstanding with EngineUnavailable and join the thread (after its running step). Idempotent."""
+        """End everything outstanding with ShuttingDown and join the thread (after its running step). Idempotent."""
         with self._condition:
             self._stopping = True
             self._condition.notify()
         if self._thread.ident is not None:
             await asyncio.to_thread(self._thread.join)
-        self._engine.close(EngineUnavailable("the engine has stopped"))
+        self._engine.close(ShuttingDown())
         self._deliver()
         self._serve_waiters()
 

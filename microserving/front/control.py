@@ -45,9 +45,11 @@ def control_router() -> APIRouter:
     )
 
 
-def plain_response(status: int, code: str, headers: dict[str, str] | None = None) -> Response:
+def plain_response(
+    status: int, code: str, headers: dict[str, str] | None = None, *, message: str | None = None
+) -> Response:
     """An error that no exception stands for (unknown route, wrong method)."""
-    return _json(plain_error(status, code), status, headers)
+    return _json(plain_error(status, code, message), status, headers)
 
 
 def _error_response(error: MicroservingError) -> Response:

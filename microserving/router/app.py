@@ -85,7 +85,7 @@ class Router:
         self._host.refuse_requests()
         await self._monitor.stop()
         for peer in self._registry.peers:
-            peer.client.give_up("was given up: the router stops")
+            peer.client.shut_down()
 
     async def stop(self) -> None:
         """Give back all that requests held, and end every task. Idempotent."""

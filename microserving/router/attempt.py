@@ -8,16 +8,30 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import traceback
 from collections.abc import AsyncGenerator
+from http import HTTPStatus
 
-from microserving.errors import InternalError, MicroservingError, Preempted, StartupError
+from microserving.errors import (
+    InternalError,
+    LeaseError,
+    MicroservingError,
+    NoEngine,
+    Preempted,
+    RequestError,
+    ShuttingDown,
+    StartupError,
+    TransferFailed,
+    http_status,
+)
 from microserving.program import Cluster, GenerationChunk, Request
 from microserving.router.engine_client import InFlight
 from microserving.router.holdings import Holdings, close, close_within
 from microserving.router.program_loader import LoadedProgram
 
 _logger = logging.getLogger(__name__)
+
+_CHOSEN_BY_PROGRAM = frozenset({"begin", "end", "kv_addr_info", "recv_rank", "request_id"})
+"""Fields of the verbs that no client sends: an engine that refuses one refuses what the program did."""
 
 
 class Attempt:
@@ -31,6 +45,7 @@ class Attempt:
         self._holdings = Holdings(in_flight)
         self._cluster = cluster.bound(seen=self._holdings.bind, chosen=self._holdings.choose)
         self._running = False
+        self._told_of_await = False
         self.chunks = self._run()
 
     def end(self) -> bool:
@@ -41,6 +56,9 @@ class Attempt:
     async def release(self, timeout_s: float) -> None:
         """Stop the program where it is and give back all that the attempt holds on engines."""
         await close_within(self.chunks, timeout_s)
+        if not self._told_of_await and (hint := self._not_awaited()):
+            _logger.warning("the router program %s forgot something%s", self._program.where, hint)
+        self._holdings.close_calls()
         self._holdings.unclaim()
         await self._holdings.release(timeout_s)
 
@@ -67,8 +85,11 @@ class Attempt:
             raise self._bug("was cancelled from within") from None
         except StartupError as error:
             raise self._failed(error) from error
-        except MicroservingError:
-            raise
+        except MicroservingError as error:
+            seen_by_client = self._refused(error)
+            if seen_by_client is error:
+                raise
+            raise seen_by_client from error
         except Exception as error:  # the wall: a program may raise anything
             raise self._failed(error) from error
         finally:
@@ -82,10 +103,41 @@ class Attempt:
         return chunk.finish_reason is not None
 
     def _failed(self, error: Exception) -> InternalError:
-        where = self._program.locate(traceback.extract_tb(error.__traceback__))
-        _logger.error("the router program failed at %s: %r", where, error)
-        return InternalError("the router program failed; the server's log has the details")
+        where = self._program.locate(error)
+        _logger.error("the router program failed at %s: %r%s", where, error, self._not_awaited())
+        return _logged("the router program failed; the server's log has the details")
 
     def _bug(self, what: str) -> InternalError:
-        _logger.error("the router program %s %s", self._program.where, what)
-        return InternalError(f"the router program {what}")
+        _logger.error("the router program %s %s%s", self._program.where, what, self._not_awaited())
+        return _logged(f"the router program {what}")
+
+    def _refused(self, error: MicroservingError) -> MicroservingError:
+        """What the client gets of an error that the program let pass; logged here, where the program is known."""
+        if error.logged or isinstance(error, (NoEngine, ShuttingDown)):
+            return error  # no engine: there may be another attempt
+        where, hint = self._program.locate(error), self._not_awaited()
+        if error.param in _CHOSEN_BY_PROGRAM and not isinstance(error, (LeaseError, TransferFailed)):
+            _logger.error("the router program asked wrongly at %s: %s%s", where, error.message, hint)
+            return _logged("the router program asked an engine wrongly; the server's log has the details")
+        _logger.log(_level(error), "a request failed at %s: %s%s", where, error.message, hint)
+        error.logged = True
+        return error
+
+    def _not_awaited(self) -> str:
+        """What log lines add when the program forgot an ``await``."""
+        verbs = self._holdings.not_awaited()
+        self._told_of_await |= bool(verbs)
+        return f" ({' and '.join(verbs)} was called without await)" if verbs else ""
+
+
+def _level(error: MicroservingError) -> int:
+    """A client's fault is nobody else's business, being refused for a while not worth attention; failures are."""
+    if isinstance(error, RequestError) and not isinstance(error, LeaseError):
+        return logging.DEBUG
+    return logging.INFO if http_status(error) == HTTPStatus.SERVICE_UNAVAILABLE else logging.WARNING
+
+
+def _logged(message: str) -> InternalError:
+    error = InternalError(message)
+    error.logged = True
+    return error

@@ -163,6 +163,10 @@ class HttpEngineClient(EngineClient):
         """Fail everything that waits for the engine's answer now. why: as in "engine decode-0 does not answer"."""
         self._http.give_up(why)
 
+    def shut_down(self) -> None:
+        """The router stops: fail everything that waits for the engine with ShuttingDown."""
+        self._http.shut_down()
+
     async def close(self) -> None:
         """Idempotent."""
         await self._http.close()
@@ -178,6 +182,7 @@ class HttpEngineClient(EngineClient):
         answer: type[AnswerT],
         timeout_s: float,
     ) -> AnswerT:
+        self._http.check_open()
         body = await self._http.post(_path(verb), {**self._body(request), **fields}, timeout_s=timeout_s)
         return self._answer(answer, body)
 

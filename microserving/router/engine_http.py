@@ -25,6 +25,7 @@ from microserving.errors import (
     Overloaded,
     RateLimited,
     RequestConflict,
+    ShuttingDown,
     TransferFailed,
     Unauthorized,
     error_from_body,
@@ -63,6 +64,7 @@ class EngineHTTP:
     def __init__(self, url: str, *, connect_timeout_s: float, on_unreachable: Callable[[str], None]) -> None:
         self.name = "the engine"
         self._silence = "does not answer"
+        self._shutting_down = False
         self._connections = Connections(url, connect_timeout_s=connect_timeout_s)
         self._on_unreachable = on_unreachable
         self._waits: set[asyncio.Timeout] = set()
@@ -89,6 +91,7 @@ class EngineHTTP:
 
         Read to its end, the connection can be used again; closed earlier, the engine sees us leave.
         """
+        self.check_open()
         with self._typed_failures():
             answer = await self._within(silence_s, self._post(path, body))
         try:
@@ -98,6 +101,7 @@ class EngineHTTP:
                 raise self._refusal(answer, content)
             pieces = aiter(answer.pieces())
             while True:
+                self.check_open()  # it may have come between two waits
                 with self._typed_failures():
                     piece = await self._within(silence_s, anext(pieces, b""))
                 if not piece:
@@ -109,6 +113,19 @@ class EngineHTTP:
     def give_up(self, why: str) -> None:
         """Fail everything that waits for this engine now. why: goes on after the engine's name in the message."""
         self._silence = why
+        self._end_waits()
+
+    def shut_down(self) -> None:
+        """This server was told to stop: streams, and whatever waits for the engine now, end with ShuttingDown."""
+        self._shutting_down = True
+        self._end_waits()
+
+    def check_open(self) -> None:
+        """Before something new is begun. Raises ShuttingDown."""
+        if self._shutting_down:
+            raise ShuttingDown
+
+    def _end_waits(self) -> None:
         now = asyncio.get_running_loop().time()
         for wait in self._waits:
             if not wait.expired():  # one that is just ending cannot be moved any more
@@ -123,7 +140,8 @@ class EngineHTTP:
         cls = _SEEN_AS.get(type(error))
         if cls is None:
             return error
-        return cls(f"{self.name}: {error.message}", retry_after_s=error.retry_after_s)
+        param = error.param if isinstance(error, RequestConflict) else None
+        return cls(f"{self.name}: {error.message}", param=param, retry_after_s=error.retry_after_s)
 
     def broken(self, what: str) -> EngineUnavailable:
         """The engine answered, but wrongly."""
@@ -159,14 +177,18 @@ class EngineHTTP:
     def _typed_failures(self) -> Iterator[None]:
         try:
             yield
-        except TimeoutError:
-            raise self.broken(self._silence) from None
-        except (httpcore.ConnectError, httpcore.ConnectTimeout) as error:
+        except (TimeoutError, *_FAILURES) as error:
+            self.check_open()
+            raise self._lost(error) from None
+
+    def _lost(self, error: Exception) -> EngineUnavailable:
+        if isinstance(error, TimeoutError):
+            return self.broken(self._silence)
+        if isinstance(error, (httpcore.ConnectError, httpcore.ConnectTimeout)):
             self._on_unreachable(f"cannot connect: {_reason(error)}")
-            raise self.broken("cannot be reached") from None
-        except _FAILURES as error:
-            self._on_unreachable(f"the connection broke: {_reason(error)}")
-            raise self.broken("broke the connection") from None
+            return self.broken("cannot be reached")
+        self._on_unreachable(f"the connection broke: {_reason(error)}")
+        return self.broken("broke the connection")
 
     def _refusal(self, answer: Answer, content: bytes) -> MicroservingError:
         body = _json_object(content) or {}

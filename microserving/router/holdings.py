@@ -7,11 +7,12 @@ also what the in-flight counters count. Knows no HTTP and no program.
 from __future__ import annotations
 
 import asyncio
+import inspect
 import logging
-from collections.abc import AsyncGenerator, AsyncIterator
+from collections.abc import AsyncGenerator, AsyncIterator, Coroutine
 from contextlib import asynccontextmanager
 from dataclasses import replace
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 from microserving.errors import EngineUnavailable, MicroservingError
 from microserving.policies import EngineLoad
@@ -23,6 +24,7 @@ from microserving.router.renewals import Renewals
 _logger = logging.getLogger(__name__)
 
 Kind = Literal["reservation", "send", "generation"]
+ResultT = TypeVar("ResultT")
 
 
 class Holdings:
@@ -35,10 +37,11 @@ class Holdings:
         self._engines: dict[EngineClient, HeldEngine] = {}
         self._streams: list[AsyncGenerator[GenerationChunk, None]] = []
         self._renewals = Renewals()
+        self._called: list[tuple[str, Coroutine[Any, Any, Any]]] = []
 
     def __bool__(self) -> bool:
-        """Whether anything is held."""
-        return bool(self._held)
+        """Whether anything is held, or a call that was never begun is left."""
+        return bool(self._held) or bool(self.not_awaited())
 
     def bind(self, engine: EngineClient) -> HeldEngine:
         """``engine`` as the program gets it."""
@@ -61,8 +64,22 @@ class Holdings:
             self._leave(engine)
         self._claims.clear()
 
-    def take(self, engine: EngineClient, request: Request, kind: Kind) -> None:
-        """Write down a hold before the engine is asked for it."""
+    def called(self, verb: str, call: Coroutine[Any, Any, ResultT]) -> Coroutine[Any, Any, ResultT]:
+        """Notice a verb that the program calls and does not await."""
+        self._called = [*filter(_is_unstarted, self._called), (verb, call)]
+        return call
+
+    def not_awaited(self) -> list[str]:
+        """The verbs that were called and never begun."""
+        return [verb for verb, call in self._called if _is_unstarted((verb, call))]
+
+    def close_calls(self) -> None:
+        """Nobody will await them any more."""
+        for _, call in filter(_is_unstarted, self._called):
+            call.close()
+
+    def take(self, engine: EngineClient, request: Request, kind: Kind) -> bool:
+        """Write down a hold before the engine is asked for it. False: it was held before."""
         key = (engine, request.request_id)
         if key not in self._held:
             self._held[key] = (request, set())
@@ -70,7 +87,10 @@ class Holdings:
                 self._claims.remove(engine)
             else:
                 self._in_flight[engine] += 1
-        self._held[key][1].add(kind)
+        kinds = self._held[key][1]
+        is_new = kind not in kinds
+        kinds.add(kind)
+        return is_new
 
     def drop(self, engine: EngineClient, request: Request, *kinds: Kind) -> None:
         """The engine no longer holds these. Idempotent."""
@@ -145,13 +165,19 @@ class HeldEngine(EngineClient):
     def load(self) -> EngineLoad:
         return self._inner.load
 
-    async def prep_recv(self, request: Request, *, end: int) -> Received:
+    def prep_recv(self, request: Request, *, end: int) -> Coroutine[Any, Any, Received]:
+        return self._holdings.called("prep_recv", self._prep_recv(request, end))
+
+    def remote_send(self, request: Request, *, to: Received) -> Coroutine[Any, Any, RemoteSendResult]:
+        return self._holdings.called("remote_send", self._remote_send(request, to))
+
+    async def _prep_recv(self, request: Request, end: int) -> Received:
         async with self._holding(request, "reservation"):
             received = await self._inner.prep_recv(request, end=end)
         self._holdings.keep_alive(received, self._inner, request)
         return replace(received, engine=self)
 
-    async def remote_send(self, request: Request, *, to: Received) -> RemoteSendResult:
+    async def _remote_send(self, request: Request, to: Received) -> RemoteSendResult:
         if to.complete:
             return await self._inner.remote_send(request, to=to)
         async with self._holding(request, "send"):
@@ -189,13 +215,14 @@ class HeldEngine(EngineClient):
     @asynccontextmanager
     async def _holding(self, request: Request, kind: Kind) -> AsyncIterator[None]:
         """Around a verb. An engine that refused it holds nothing; one that failed, or was not waited for, may."""
-        self._holdings.take(self._inner, request, kind)
+        is_new = self._holdings.take(self._inner, request, kind)
         try:
             yield
         except EngineUnavailable:
             raise
         except MicroservingError:
-            self._holdings.drop(self._inner, request, kind)
+            if is_new:
+                self._holdings.drop(self._inner, request, kind)
             raise
 
 
@@ -220,4 +247,11 @@ async def _abort(engine: EngineClient, request: Request, timeout_s: float) -> No
         async with asyncio.timeout(timeout_s):
             await engine.abort(request)
     except (MicroservingError, TimeoutError) as error:
-        _logger.warning("could not abort request %s on %s: %s", request.request_id, engine.id, error)
+        # Of an engine that is gone the registry has told already.
+        level = logging.INFO if isinstance(error, EngineUnavailable) else logging.WARNING
+        _logger.log(level, "could not abort request %s on %s: %s", request.request_id, engine.id, error)
+
+
+def _is_unstarted(called: tuple[str, Coroutine[Any, Any, Any]]) -> bool:
+    call = called[1]
+    return inspect.iscoroutine(call) and inspect.getcoroutinestate(call) == inspect.CORO_CREATED

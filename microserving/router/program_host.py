@@ -7,11 +7,10 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import traceback
 from collections.abc import AsyncIterator
 from typing import Protocol
 
-from microserving.errors import NoEngine
+from microserving.errors import NoEngine, ShuttingDown
 from microserving.front import ServedModel
 from microserving.program import Cluster, Program, Request
 from microserving.protocol.generation import GenerationChunk, GenerationRequest
@@ -102,7 +101,7 @@ class ProgramHost:
     async def generate(self, request: GenerationRequest) -> AsyncIterator[GenerationChunk]:
         """See ``Backend.generate``. A program that finds no engine is asked once more, after a look for engines."""
         if not self._accepting:
-            raise NoEngine("the router stops", retry_after_s=1.0)
+            raise ShuttingDown
         looked = began = False
         while True:
             attempt = self._begin(request, "-again" if looked else "")
@@ -141,5 +140,5 @@ class ProgramHost:
         try:
             await self.program.instance.plan(self._cluster)
         except Exception as error:  # noqa: BLE001 - the wall: a plan may raise anything, requests go on
-            where = self.program.locate(traceback.extract_tb(error.__traceback__))
+            where = self.program.locate(error)
             _logger.error("the router program's plan failed at %s: %r", where, error)

@@ -10,7 +10,7 @@ import inspect
 import sys
 import traceback
 import uuid
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
@@ -36,9 +36,10 @@ class LoadedProgram:
     def where(self) -> str:
         return f"{self.path}:{self.line}"
 
-    def locate(self, frames: Sequence[traceback.FrameSummary]) -> str:
-        """``file:line`` of the program's own innermost frame; its class when none is its own."""
-        own = [frame.lineno for frame in frames if frame.filename == str(self.path)]
+    def locate(self, error: BaseException) -> str:
+        """``file:line`` of the program's own innermost line that ``error`` passed; its class when it passed none."""
+        frames = traceback.walk_tb(error.__traceback__)
+        own = [line for frame, line in frames if frame.f_code.co_filename == str(self.path)]
         return f"{self.path}:{own[-1]}" if own else self.where
 
 
@@ -116,6 +117,9 @@ def _find(program: str) -> Path:
     if program.isidentifier() or not path.is_file():
         names = ", ".join(shipped_programs())
         raise ProgramError(f"there is no router program {program!r}: give a file, or one of {names}")
+    if path.suffix != ".py":
+        hint = "; a cluster file goes to `microserving up --config`" if path.suffix == ".toml" else ""
+        raise ProgramError(f"{program} is no router program: a program is a .py file{hint}")
     return path
 
 

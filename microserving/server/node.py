@@ -9,6 +9,7 @@ import asyncio
 import socket
 import time
 import uuid
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from starlette.applications import Starlette
@@ -106,11 +107,20 @@ class EngineNode:
             self._transport.close()
         await self.services.sender.close()  # last: without links no hand-shake waits for a silent receiver
 
-    async def serve(self, listener: socket.socket) -> None:
-        """Serve on ``listener`` until SIGINT or SIGTERM; everything is freed when this returns."""
+    async def serve(self, listener: socket.socket, *, on_ready: Callable[[int], None] | None = None) -> None:
+        """Serve on ``listener`` until SIGINT or SIGTERM; everything is freed when this returns.
+
+        on_ready: called once with the port when requests are taken.
+        """
+        port: int = listener.getsockname()[1]
         try:
             await self.start()
-            await serve_app(self.create_app(), listener, stopping=self.end_requests)
+            await serve_app(
+                self.create_app(),
+                listener,
+                stopping=self.end_requests,
+                on_started=None if on_ready is None else lambda: on_ready(port),
+            )
         finally:
             await self.stop()
 

@@ -31,11 +31,18 @@ Progress = Callable[[str, float], None]
 SWITCH_INTERVAL_S: Final = 0.0005
 """The HTTP thread shares the GIL with the engine's; the default of 5 ms would add up to that to every chunk."""
 TRANSPORT: Final = "shared_memory"
+_OPENING: Final = "opening the model"
 
 
-def run_engine(config: EngineConfig, *, progress: Progress | None = None) -> None:
+def run_engine(
+    config: EngineConfig,
+    *,
+    progress: Progress | None = None,
+    on_ready: Callable[[int], None] | None = None,
+) -> None:
     """Serve until SIGINT or SIGTERM. Raises StartupError; a busy port is found before the model is opened.
 
+    on_ready: called once with the port when requests are taken.
     A SIGTERM that comes before the engine serves raises SystemExit (status 143). For the main thread.
     """
     sys.setswitchinterval(SWITCH_INTERVAL_S)
@@ -46,35 +53,43 @@ def run_engine(config: EngineConfig, *, progress: Progress | None = None) -> Non
         transport = create_transport(TRANSPORT, runtime_dir=config.runtime_dir)
         with contextlib.closing(transport):
             node = EngineNode(config, open_parts(config, transport, progress or _silent))
-            run_on_uvloop(node.serve(listener))
+            run_on_uvloop(node.serve(listener, on_ready=on_ready))
 
 
 def open_parts(config: EngineConfig, transport: Transport, progress: Progress) -> EngineParts:
     """Find, load and compile what ``config`` names. Takes seconds to minutes. Raises StartupError."""
     secret = read_secret(config.cluster_secret_file)
+    progress(_OPENING, 0.0)
     model = open_model(config.model, config.cache_dir, _fractions(progress))
+    progress(_OPENING, 0.25)
+    tokenizer = Tokenizer.load(model)  # before the weights: a model without one is found at once
+    progress(_OPENING, 0.5)
+    model_hash = model.model_hash
     layout = kv_layout(model.config, config)
     total_pages = config.kv_cache_bytes // layout.bytes_per_page
     if total_pages < 1:
         raise ConfigError(
             f"kv_cache_bytes is {config.kv_cache_bytes}, but one page has {layout.bytes_per_page} bytes"
         )
+    progress(_OPENING, 0.75)
+    pool_memory = transport.allocate(total_pages * layout.bytes_per_page)
+    progress(_OPENING, 1.0)
     runner = TVMModelRunner.create(
         model.weights,
         layout=layout,
         total_pages=total_pages,
-        pool_memory=transport.allocate(total_pages * layout.bytes_per_page),
+        pool_memory=pool_memory,
         threads=config.threads,
         cache_dir=config.cache_dir,
         progress=progress,
     )
     return EngineParts(
         runner=runner,
-        tokenizer=Tokenizer.load(model),
+        tokenizer=tokenizer,
         transport=transport,
         layout=layout,
         model_name=config.served_model_name or model.name,
-        model_hash=model.model_hash,
+        model_hash=model_hash,
         secret=secret,
     )
 

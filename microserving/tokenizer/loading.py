@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,8 @@ from microserving.model_files.mapped_file import read_json
 from microserving.model_files.resolved_model import ResolvedModel
 from microserving.tokenizer import gguf_vocabulary
 from microserving.tokenizer.tokenizer import Tokenizer, TokenizerFacts
+
+_logger = logging.getLogger(__name__)
 
 # Control tokens that end a turn in the families we know; a GGUF file names only one of them as its EOS.
 _END_OF_TURN = (
@@ -74,11 +77,16 @@ def _special_texts(library: Library, ids: Mapping[str, int]) -> dict[str, str]:
 def from_directory(directory: Path) -> Tokenizer:
     path = directory / "tokenizer.json"
     if not path.is_file():
-        raise ModelLoadError(f"{directory}: there is no tokenizer.json")
+        raise ModelLoadError(
+            f"{directory}: there is no tokenizer.json, the one kind of tokenizer that is read"
+        )
     try:
         library = Library.from_file(str(path))
     except Exception as error:  # noqa: BLE001 - the library raises plain Exception for a bad file
-        raise ModelLoadError(f"{path}: not a usable tokenizer: {error}") from None
+        _logger.debug("%s: %s", path, error)
+        raise ModelLoadError(
+            f"{path}: not a tokenizer that can be used; the file is damaged or too new"
+        ) from None
     config = _optional_json(directory / "tokenizer_config.json")
     special = _special_tokens(_optional_json(directory / "special_tokens_map.json")) | _special_tokens(config)
     bos = _known_id(library, special.get("bos_token"))

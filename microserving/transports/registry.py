@@ -16,6 +16,11 @@ TRANSPORTS: Mapping[str, str] = {
 """name -> "module:class". Every class takes ``runtime_dir``."""
 
 
+def default_runtime_dir() -> Path:
+    """Where the shared-memory transport keeps its sockets when nobody says where."""
+    return import_module("microserving.transports.shared_memory.sockets").default_runtime_dir()  # type: ignore[no-any-return]
+
+
 def create_transport(name: str, *, runtime_dir: Path | None = None) -> Transport:
     """A new transport. runtime_dir: where it keeps its sockets (None = the transport's default).
 

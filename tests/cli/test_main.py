@@ -69,21 +69,26 @@ def test_every_command_has_help(run: Any, command: list[str]) -> None:
 
 @pytest.mark.case("CF-05")
 @pytest.mark.parametrize(
-    ("command", "model", "texts", "skip"),
+    ("command", "model", "texts", "skip", "in_force"),
     [
-        ("serve", EngineConfig, serve.HELP_TEXTS, frozenset()),
-        ("router", RouterConfig, router.HELP_TEXTS, router.OTHER_FORM),
+        ("serve", EngineConfig, serve.HELP_TEXTS, frozenset(), serve.in_force()),
+        ("router", RouterConfig, router.HELP_TEXTS, router.OTHER_FORM, {}),
     ],
 )
 def test_every_field_is_a_flag_with_its_default(
-    run: Any, command: str, model: Any, texts: dict[str, str], skip: frozenset[str]
+    run: Any,
+    command: str,
+    model: Any,
+    texts: dict[str, str],
+    skip: frozenset[str],
+    in_force: dict[str, object],
 ) -> None:
     assert set(texts) == set(model.model_fields) - skip
     help_text = " ".join(run(command, "--help").out.split())
     options = help_text.partition("options:")[2]
     for name in texts:
         assert f" {flag_name(name)}" in options
-        assert f" {texts[name]} ({shown_default(model.model_fields[name])})" in options
+        assert f" {texts[name]} ({shown_default(model.model_fields[name], in_force.get(name))})" in options
 
 
 def test_shown_defaults_are_those_of_the_models() -> None:
@@ -91,6 +96,7 @@ def test_shown_defaults_are_those_of_the_models() -> None:
     assert shown_default(EngineConfig.model_fields["port"]) == f"default: {config.port}"
     assert shown_default(EngineConfig.model_fields["threads"]) == f"default: {config.threads}"
     assert shown_default(EngineConfig.model_fields["cache_dir"]) == "default: none"
+    assert shown_default(EngineConfig.model_fields["cache_dir"], "/c") == "default: /c"
     assert shown_default(RouterConfig.model_fields["program"]) == "must be given"
 
 
@@ -168,7 +174,7 @@ def test_wrong_usage_ends_with_2(run: Any, arguments: list[str], error: str) -> 
     ("arguments", "error"),
     [
         (["up", "--config", "/no/x.toml"], "cannot read /no/x.toml: No such file or directory"),
-        (["serve", "--node-role", "prefill", "--serving-bind", "0.0.0.0"], "a prefill listens on 0.0.0.0, beyond this machine, only with --cluster-secret-file (at least 16 bytes)"),
+        (["serve", "--node-role", "prefill", "--serving-bind", "0.0.0.0"], "a prefill engine listens on 0.0.0.0, beyond this machine, only with --cluster-secret-file (at least 16 bytes)"),
         (["router", "--program", "x", "--decode-peers", "h:1", "--serving-bind", "::"], "a router listens on ::, beyond this machine, only with --cluster-secret-file (at least 16 bytes)"),
         (["serve", "--cluster-secret-file", "/no/s"], "cannot read the cluster secret file /no/s: No such file or directory"),
         (["model", "show", "/no/model"], "model '/no/model' was not found"),
@@ -237,7 +243,55 @@ def test_router_check_names_what_is_wrong_with_a_program(run: Any, tmp_path: Pat
     assert ran.status == 1
     assert ran.err.startswith(f"microserving: error: {path}:2: ")
     assert "nowhere" in ran.err
-    assert run("router", "--program", "round_robin", "--decode-peers", "h:1", "--check").status == 0
+
+
+def test_router_check_needs_no_peers_and_says_what_is_good(run: Any, tmp_path: Path) -> None:
+    path = tmp_path / "my_program.py"
+    path.write_text(
+        "from microserving.program import Program, Fraction\n"
+        "class MyProgram(Program):\n"
+        "    pd_balance_factor: Fraction = 0.1\n"
+        "    async def route(self, request, cluster):\n"
+        "        yield\n"
+    )
+    ran = run("router", "--program", str(path), "--check")
+    assert (ran.status, ran.out, ran.err) == (0, f"{path}: ok (MyProgram; pd_balance_factor=0.1)\n", "")
+    ran = run("router", "--program", str(path), "--set=pd_balance_factor=0.25", "--check")
+    assert ran.out == f"{path}: ok (MyProgram; pd_balance_factor=0.25)\n"
+    ran = run("router", "--program", "round_robin", "--decode-peers", "h:1", "--check")
+    assert (ran.status, ran.out) == (0, "round_robin: ok (RoundRobin)\n")
+    ran = run("router", "--program", str(path), "--set=pd_balance_factor=2", "--check")
+    assert ran.status == 1
+    assert f"{path}:3: " in ran.err
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        ["serve", "--chunk", "5"],
+        ["serve", "--port", "x"],
+        ["router"],
+        ["up", "--st", "1"],
+        ["model", "list", "--x"],
+    ],
+)
+def test_wrong_usage_shows_the_usage_of_the_sub_command(run: Any, command: list[str]) -> None:
+    lines = run(*command).err.splitlines()
+    assert lines[0].startswith(f"usage: microserving {command[0]} ")
+    assert len(lines) == 2
+    assert lines[1].startswith(f"microserving {command[0]}")
+
+
+def test_serve_says_when_it_is_ready_with_few_lines_before(run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    def run_engine(config: EngineConfig, *, progress: Any, on_ready: Any) -> None:
+        for percent in range(101):
+            progress("weights", percent / 100)
+        on_ready(8001)
+
+    module_with(monkeypatch, "microserving.server.run", run_engine=run_engine)
+    lines = run("serve", "--node-id=prefill-0", "--port=0").err.splitlines()
+    assert lines[-1] == "prefill-0 ready at http://127.0.0.1:8001"
+    assert lines[:-1] == [f"[progress] weights {percent}%" for percent in (0, 25, 50, 75, 100)]
 
 
 def test_version_as_a_module() -> None:
@@ -254,10 +308,19 @@ def test_version_as_a_module() -> None:
 def test_up_takes_what_the_command_line_says_over_the_file(tmp_path: Path) -> None:
     path = tmp_path / "x.toml"
     path.write_text('model.name = "m"\nrouter.program = "p"\nnodes = [{ id = "a" }]\n')
-    options = argparse.Namespace(config=path, model="m2", port=9, program="p2")
+    options = argparse.Namespace(config=path, model="m2", port=9, program="p2", settings=[("f", 0.3)])
     config = up.effective_config(options)
     assert config.router is not None
     assert (config.model.name, config.router.address, config.router.program) == ("m2", "127.0.0.1:9", "p2")
+    assert config.router.settings == {"f": 0.3}
+
+
+def test_up_takes_settings_of_the_program(run: Any) -> None:
+    ran = run(
+        "up", "--dry-run", "--port=0", "--program=balanced_prefill_decode", "--set=f=0.3", "--set", "w=x y"
+    )
+    assert ran.status == 0
+    assert "router.program_settings = {'f': 0.3, 'w': 'x y'} (given)" in ran.err
 
 
 @pytest.mark.case("CF-03")

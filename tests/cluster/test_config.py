@@ -42,13 +42,15 @@ def node(**keys: Any) -> dict[str, Any]:
         (ONE | {"model": {"path": "x"}}, "my.toml: model.path: unknown key"),
         (ONE | {"router": {"adress": "x:1"}}, "my.toml: router.adress: unknown key (did you mean 'address'?)"),
         (ONE | {"router": {"probe_missed": 1}}, "my.toml: router.probe_missed: unknown key (did you mean 'probe_misses'?)"),
-        (ONE | {"router": {"port": 1}}, "my.toml: router.port: unknown key here: other keys of the file decide it"),
+        (ONE | {"router": {"port": 1}}, "my.toml: router.port: unknown key here: it is decided by router.address"),
         (node(rolle="prefill"), "my.toml: nodes[0].rolle: unknown key (did you mean 'role'?)"),
         (node(resources={"memory": 1}), "my.toml: nodes[0].resources.memory: unknown key (did you mean 'memory_bytes'?)"),
-        (node(engine={"kvcache_pages": 9}), "my.toml: nodes[0].engine.kvcache_pages: unknown key"),
+        (node(engine={"kvcache_pages": 9}), "my.toml: nodes[0].engine.kvcache_pages: unknown key (did you mean 'kv_cache_bytes', which is decided by nodes.resources.memory_bytes?)"),
+        (node(engine={"zzz": 9}), "my.toml: nodes[0].engine.zzz: unknown key"),
+        (ONE | {"engine": {"threds": 2}}, "my.toml: engine.threds: unknown key (did you mean 'threads', which is decided by nodes.resources.compute_units?)"),
         (node(engine={"chunk_size_token": 9}), "my.toml: nodes[0].engine.chunk_size_token: unknown key (did you mean 'chunk_size_tokens'?)"),
         (ONE | {"engine": {"kv_dtyp": "float16"}}, "my.toml: engine.kv_dtyp: unknown key (did you mean 'kv_dtype'?)"),
-        (ONE | {"engine": {"node_id": "b"}}, "my.toml: engine.node_id: unknown key here: other keys of the file decide it"),
+        (ONE | {"engine": {"node_id": "b"}}, "my.toml: engine.node_id: unknown key here: it is decided by nodes.id"),
     ],
 )  # fmt: skip
 def test_an_unknown_key_is_refused_at_every_depth(data: dict[str, Any], message: str) -> None:
@@ -58,8 +60,8 @@ def test_an_unknown_key_is_refused_at_every_depth(data: dict[str, Any], message:
 @pytest.mark.parametrize(
     ("data", "message"),
     [
-        ({}, "my.toml: nodes: this key is missing"),
-        ({"nodes": []}, "my.toml: nodes: at least one node is needed"),
+        ({}, "my.toml: nodes: at least one [[nodes]] is needed"),
+        ({"nodes": []}, "my.toml: nodes: at least one [[nodes]] is needed"),
         ({"nodes": {"id": "a"}}, "my.toml: nodes: write each of them as a table [[nodes]]"),
         ({"nodes": [{}]}, "my.toml: nodes[0].id: this key is missing"),
         ({"nodes": [{"id": "a"}, {"id": "a"}]}, "my.toml: nodes: id 'a' is there 2 times; each must be unique"),
@@ -133,8 +135,8 @@ def test_node_settings_stand_over_engine_settings() -> None:
 
 
 def test_the_owned_fields_are_fields() -> None:
-    assert set(EngineConfig.model_fields) >= OWNED_ENGINE_FIELDS
-    assert set(RouterConfig.model_fields) >= OWNED_ROUTER_FIELDS
+    assert set(EngineConfig.model_fields) >= set(OWNED_ENGINE_FIELDS)
+    assert set(RouterConfig.model_fields) >= set(OWNED_ROUTER_FIELDS)
 
 
 def test_overrides() -> None:
@@ -145,6 +147,21 @@ def test_overrides() -> None:
     one = parse_cluster_config(node(address="[::1]:8000"), "x").with_overrides(port=9)
     assert one.router is None
     assert one.nodes[0].address == "[::1]:9"
+
+
+def test_settings_of_the_command_line_stand_over_those_of_the_file() -> None:
+    file = DEFAULT_CLUSTER | {"router": {"program": "p", "settings": {"a": 1, "b": 2}}}
+    config = parse_cluster_config(file, "x")
+
+    def settings(**overrides: Any) -> dict[str, Any]:
+        router = config.with_overrides(**overrides).router
+        assert router is not None
+        return router.settings
+
+    assert settings() == {"a": 1, "b": 2}
+    assert settings(settings={"b": 0.3, "c": "x"}) == {"a": 1, "b": 0.3, "c": "x"}
+    assert settings(program="other") == {}
+    assert settings(program="other", settings={"c": True}) == {"c": True}
 
 
 def test_a_file_that_is_not_there(tmp_path: Path) -> None:

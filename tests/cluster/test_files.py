@@ -76,7 +76,8 @@ def test_secret_file(tmp_path: Path) -> None:
 @pytest.mark.parametrize("role", ["prefill", "decode", "router"])
 def test_beyond_loopback_a_secret_is_needed(role: str) -> None:
     check_secret(role, "127.0.0.1", None)
-    with pytest.raises(ConfigError, match=f"a {role} listens on 0.0.0.0, beyond this machine, only with"):
+    what = role if role == "router" else f"{role} engine"
+    with pytest.raises(ConfigError, match=f"a {what} listens on 0.0.0.0, beyond this machine, only with"):
         check_secret(role, "0.0.0.0", None)
 
 

@@ -61,6 +61,9 @@ def test_unknown_routes_and_wrong_methods(method: str, path: str, status: int, c
     assert response.status_code == status
     assert response.json()["error"]["code"] == code
     assert set(response.json()["error"]) == {"message", "type", "param", "code"}
+    if status == 404:
+        assert "/v1" in response.json()["error"]["message"]
+        assert "/docs" in response.json()["error"]["message"]
 
 
 @pytest.mark.case("PD-15")

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import socket
 from collections.abc import Awaitable, Callable
+from pathlib import Path
 from typing import Any, cast
 
 import httpx
@@ -15,7 +17,7 @@ from microserving.router import RouterConfig
 from microserving.router.app import Router, create_app
 from microserving.router.run import run_router
 
-from .engine_server import STREAM, EngineServer, choice
+from .engine_server import STREAM, EngineServer, choice, event
 
 
 class Setup:
@@ -204,7 +206,9 @@ def test_stats_show_no_address() -> None:
 
 
 @pytest.mark.parametrize("stage", ["prep_recv", "remote_send", "start_generate"])
-def test_stopping_ends_what_runs_with_an_error(stage: str) -> None:
+def test_stopping_ends_what_runs_and_is_nobodys_error(stage: str, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO)
+
     async def scenario(setup: Setup) -> None:
         frozen = setup.prefill if stage == "remote_send" else setup.decode
         if stage == "start_generate":
@@ -217,8 +221,9 @@ def test_stopping_ends_what_runs_with_an_error(stage: str) -> None:
                 await asyncio.sleep(0.001)
         await setup.router.end_requests()
         response = await running
-        assert response.status_code == 502
-        assert "the router stops" in response.json()["error"]["message"]
+        assert response.status_code == 503
+        error = response.json()["error"]
+        assert (error["code"], error["message"]) == ("shutting_down", "the server is shutting down")
         assert {engine["state"] for engine in (await setup.stats())["engines"]} == {"up"}
         assert (await setup.complete()).status_code == 503
         frozen.thawed.set()
@@ -226,6 +231,120 @@ def test_stopping_ends_what_runs_with_an_error(stage: str) -> None:
         assert "abort" in setup.decode.verbs
 
     with_router(scenario)
+    assert [line for line in caplog.messages if "shutting down" in line or "failed" in line] == []
+    assert [record for record in caplog.records if record.levelno >= logging.WARNING] == []
+
+
+def test_an_engine_that_stops_first_is_nobodys_error_either(caplog: pytest.LogCaptureFixture) -> None:
+    async def scenario(setup: Setup) -> None:
+        error = {
+            "message": "the server is shutting down",
+            "type": "t",
+            "param": None,
+            "code": "shutting_down",
+        }
+        setup.decode.stream = [STREAM[0], event({"error": error})]
+        last = [line for line in (await setup.complete(stream=True)).text.splitlines() if line][-1]
+        assert '"code":"shutting_down"' in last
+
+    with_router(scenario)
+    assert [record for record in caplog.records if record.levelno >= logging.WARNING] == []
+
+
+def test_an_engine_that_is_away_is_warned_of_once(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO)
+
+    async def scenario(setup: Setup) -> None:
+        await setup.complete()
+        await setup.decode.kill()
+        statuses = [(await setup.complete()).status_code for _ in range(8)]
+        assert set(statuses[1:]) == {503}
+
+    with_router(scenario, probe_interval_s=60)
+    states = [record for record in caplog.records if record.name.endswith("engine_registry")]
+    assert [record.levelname for record in states if "is down" in record.getMessage()] == ["WARNING"]
+    others = [
+        record for record in caplog.records if record.levelno >= logging.WARNING and record not in states
+    ]
+    assert len(others) <= 1, "the request that found it out"
+    refusals = [record for record in caplog.records if record.getMessage().startswith("answered 503")]
+    assert {record.levelname for record in refusals} == {"INFO"}
+    assert len(refusals) >= 7
+
+
+PROGRAM = """\
+from microserving.program import Program
+
+class Mine(Program):
+    async def route(self, request, cluster):
+        prefill, decode = cluster.prefill.least_loaded(), cluster.decode.least_loaded()
+        end = request.prompt_length - 1
+{body}
+        async for chunk in decode.start_generate(request, begin=end):
+            yield chunk
+"""
+UNAWAITED = "        decode.prep_recv(request, end=end)\n"
+UNSENT = "        await decode.prep_recv(request, end=end)\n"
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize(
+    ("body", "refusal", "status", "code", "level", "logged"),
+    [
+        (UNAWAITED, (400, "begin 3 is above 0", "begin", "invalid_value"), 500, "internal_error", "ERROR", "begin 3 is above 0 (prep_recv was called without await)"),
+        (UNSENT, (400, "end is 9", "end", "invalid_value"), 500, "internal_error", "ERROR", "end is 9"),
+        (UNSENT, (409, "r is live", "request_id", "request_id_in_use"), 500, "internal_error", "ERROR", "engine decode-0: r is live"),
+        (UNSENT, (409, "the KV has not arrived", "request_id", "lease_invalid"), 502, "transfer_failed", "WARNING", "engine decode-0: the KV has not arrived"),
+        (UNSENT, (502, "it broke", None, "engine_unavailable"), 502, "engine_unavailable", "WARNING", "it broke"),
+        (UNSENT, (503, "no pages", None, "kv_exhausted"), 503, "kv_exhausted", "INFO", "no pages"),
+        (UNSENT, (400, "too long", "max_tokens", "context_length_exceeded"), 400, "context_length_exceeded", "DEBUG", "too long"),
+    ],
+)  # fmt: skip
+def test_what_ends_a_request_is_logged_once_with_the_programs_line(
+    body: str,
+    refusal: tuple[int, str, str | None, str],
+    status: int,
+    code: str,
+    level: str,
+    logged: str,
+    stream: bool,
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    path = tmp_path / "mine.py"
+    path.write_text(PROGRAM.format(body=body.rstrip("\n")))
+    caplog.set_level(logging.DEBUG, "microserving")
+
+    async def scenario(setup: Setup) -> None:
+        answer = dict(zip(("message", "param", "code"), refusal[1:], strict=True)) | {"type": "t"}
+        setup.decode.answers["start_generate"] = (refusal[0], {"error": answer}, {})
+        response = await setup.complete(stream=stream)
+        error = response.json()["error"]
+        assert (response.status_code, error["code"]) == (status, code)
+        if status == 500:
+            assert error["message"].startswith("the router program ")
+            assert error["param"] is None
+
+    with_router(scenario, str(path))
+    own = [r for r in caplog.records if r.name.endswith((".attempt", ".exchange"))]
+    assert len(own) == 1
+    assert own[0].levelname == level
+    assert own[0].getMessage().endswith(f" at {path}:8: {logged}")
+
+
+def test_a_forgotten_await_is_told_even_when_all_went_well(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    path = tmp_path / "mine.py"
+    path.write_text(PROGRAM.format(body=UNAWAITED.rstrip("\n")))
+
+    async def scenario(setup: Setup) -> None:
+        assert (await setup.complete()).status_code == 200
+
+    with_router(scenario, str(path))
+    assert caplog.messages == [
+        f"the router program {path}:3 forgot something (prep_recv was called without await)"
+    ]
 
 
 def test_the_router_tokenises_once_with_the_tokenizer_of_an_engine() -> None:

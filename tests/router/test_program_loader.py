@@ -142,6 +142,15 @@ def test_a_missing_program_names_the_shipped_ones(program: str) -> None:
         load_program(program)
 
 
+def test_only_python_files_are_programs(tmp_path: Path) -> None:
+    path = tmp_path / "1p1d.toml"
+    path.write_text("nodes = []\n")
+    with pytest.raises(
+        ProgramError, match=r"1p1d\.toml is no router program: a program is a \.py file; .*--config"
+    ):
+        load_program(str(path))
+
+
 def test_a_folder_is_no_program(tmp_path: Path) -> None:
     with pytest.raises(ProgramError, match="there is no router program"):
         load_program(str(tmp_path))
