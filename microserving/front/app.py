@@ -111,7 +111,8 @@ def _health(alive: Callable[[], bool] | None) -> Callable[[], Any]:
 
 
 async def _unknown_route(_: Request, __: Exception) -> Response:
-    return plain_response(404, "unknown_url")
+    message = "there is nothing at this path: the OpenAI API is under /v1, and /docs shows every route"
+    return plain_response(404, "unknown_url", message=message)
 
 
 async def _wrong_method(_: Request, error: Exception) -> Response:

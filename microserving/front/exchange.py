@@ -24,6 +24,7 @@ from microserving.errors import (
     InvalidRequest,
     MicroservingError,
     PayloadTooLarge,
+    ShuttingDown,
     error_body,
     http_status,
 )
@@ -145,22 +146,24 @@ def client_error(error: Exception) -> MicroservingError:
     if not isinstance(error, MicroservingError):
         _logger.error("a handler failed", exc_info=error)
         return InternalError("internal error; the server's log has the details")
-    if http_status(error) >= 500:
+    if http_status(error) >= 500 and not error.logged:
         # Refusing work for a while (503) is not worth an operator's attention each time.
         level = logging.INFO if http_status(error) == HTTPStatus.SERVICE_UNAVAILABLE else logging.ERROR
         _logger.log(level, "answered %d: %s", http_status(error), error.message)
     return error
 
 
-def plain_error(status: int, code: str) -> dict[str, Any]:
+def plain_error(status: int, code: str, message: str | None = None) -> dict[str, Any]:
     """The body of an error that no exception stands for (unknown route, wrong method)."""
     return {
         "error": {
-            "message": HTTPStatus(status).phrase,
+            "message": message or HTTPStatus(status).phrase,
             "type": "not_found_error" if status == HTTPStatus.NOT_FOUND else "invalid_request_error",
             "param": None,
             "code": code,
         }
+        if isinstance(error, ShuttingDown):  # "stopping" has been said once
+            level = logging.DEBUG
     }
 
 
