@@ -39,6 +39,7 @@ _QUAD_BYTES = 4 * LANES
 _BLOCK_GROUPS = 16  # groups unpacked at once: 10 KiB of scratch (q8: 18), which stays in the L1 cache
 _FINISH_ROWS = 4  # rows that get their biases at once, to hide the latency of an FMA
 _ROW_BLOCK = 96  # rows of x that pass over one unpacked tile
+_LINE = 64  # bytes of a cache line
 _LOW_NIBBLES = 0x0F0F0F0F
 
 
@@ -193,6 +194,13 @@ def matmul_int8_kernel(shape: MatmulShape, isa: Isa) -> tirx.PrimFunc:
         word = tirx.reinterpret(f"int32x{width // 4}", packed)
         return tirx.reinterpret(f"uint8x{width}", _nibbles(word, j, width // 4))
 
+    def prefetched(tiles: Any, tile: Expr, group: Expr, line: Expr) -> Expr:
+        """Asks for a cache line that is read later; an address behind the end is ignored."""
+        place = tirx.address_of(tiles[tile, group, line * _LINE])
+        return tirx.call_llvm_intrin(
+            "void", "llvm.prefetch", place, *(tirx.IntImm("int32", x) for x in (0, 3, 1))
+        )
+
     def quad(b: Expr, j: Expr) -> Expr:
         """The place in a quantised row of what meets quad j of word b."""
         return b * 2 + j if kind == "q4" else b
@@ -297,10 +305,13 @@ def matmul_int8_kernel(shape: MatmulShape, isa: Isa) -> tirx.PrimFunc:
                         )
 
         @T.inline
-        def run(codes, scales, quads, factors, sums, acc, low, row0, first, count, group0, n):  # type: ignore[no-untyped-def]
+        def run(codes, scales, tiles, tile, quads, factors, sums, acc, low, row0, first, count, group0, n):  # type: ignore[no-untyped-def]
             for b in T.serial(count // size):
                 row: T.let[T.int64] = row0 + (first + b * size)
                 for g in T.serial(n):
+                    if first + b * size == T.int64(0):
+                        for line in T.unroll(entry // _LINE):
+                            T.evaluate(prefetched(tiles, tile + 1, group0 + g, line))
                     accumulate(codes, quads, acc, row, group0 + g, g, 0)
                     if planes == 2:
                         for r in T.unroll(size):
@@ -319,6 +330,8 @@ def matmul_int8_kernel(shape: MatmulShape, isa: Isa) -> tirx.PrimFunc:
                 rest(
                     codes,
                     scales,
+                    tiles,
+                    tile,
                     quads,
                     factors,
                     sums,
@@ -387,6 +400,8 @@ def matmul_int8_kernel(shape: MatmulShape, isa: Isa) -> tirx.PrimFunc:
                             all_rows(
                                 codes,
                                 scales,
+                                tiles,
+                                tile,
                                 quads,
                                 factors,
                                 sums,
