@@ -160,6 +160,46 @@ def _nibbles(word: Expr, j: Expr, lanes: int) -> Expr:
     return tirx.bitwise_and(shifted, tirx.Broadcast(tirx.IntImm("int32", _LOW_NIBBLES), lanes))
 
 
+def _lane() -> Expr:
+    return tirx.Ramp(0, 1, LANES)
+
+
+def _prefetched(tiles: Any, tile: Expr, group: Expr, line: Expr) -> Expr:
+    """Asks for a cache line that is read later; an address behind the end is ignored."""
+    place = tirx.address_of(tiles[tile, group, line * _LINE])
+    hints = [tirx.IntImm("int32", hint) for hint in (0, 3, 1)]  # to read, into all caches, data
+    return tirx.call_llvm_intrin("void", "llvm.prefetch", place, *hints)
+
+
+def _add(acc: Expr, sums: Expr, scale: Expr, scales: Any, row: Expr, g: Expr) -> Expr:
+    """acc + scaled sums of a group."""
+    return fma(scale * splat(scales[row, g, 0]), tirx.Cast(F32_LANES, sums), acc)
+
+
+class _Codec:
+    """How the words of an entry become quads. per_word: quads that a word is unpacked to."""
+
+    def __init__(self, kind: TileKind, dot: _Dot) -> None:
+        self._q4, self._planes, self._width = kind == "q4", dot.planes[kind], dot.bytes
+        self.per_word = 2 if self._planes == 2 or self._q4 else 1
+
+    def unpacked(self, tiles: Any, tile: Expr, group: Expr, b: Expr, j: Expr, p: Expr) -> Expr:
+        """Part p of quad j of word b."""
+        width = self._width
+        packed = tiles[tile, group, tirx.Ramp(HEADER_BYTES + b * _QUAD_BYTES + p * width, 1, width)]
+        if self.per_word == 1:
+            return packed
+        word = tirx.reinterpret(f"int32x{width // 4}", packed)
+        return tirx.reinterpret(f"uint8x{width}", _nibbles(word, j, width // 4))
+
+    def quad(self, b: Expr, j: Expr) -> Expr:
+        """The place in a quantised row of what meets quad j of word b."""
+        return b * 2 + j if self._q4 else b
+
+    def plane(self, j: Expr) -> Expr | int:
+        return j if self._planes == 2 else 0
+
+
 @functools.lru_cache(maxsize=256)
 def matmul_int8_kernel(shape: MatmulShape, isa: Isa) -> tirx.PrimFunc:
     """f(codes int32 [m, columns / 32, 8], scales float32 [m, columns / 32, 2], tiles uint8, y float32 [m, rows]).
@@ -174,43 +214,15 @@ def matmul_int8_kernel(shape: MatmulShape, isa: Isa) -> tirx.PrimFunc:
     planes, parts, width = dot.planes[kind], dot.parts, dot.bytes
     n_tiles, n_groups, entry = shape.tiles
     n_words = CODE_BITS[kind]  # of 64 bytes in an entry
-    per_word = 2 if planes == 2 or kind == "q4" else 1  # quads that a word is unpacked to
+    codec = _Codec(kind, dot)
+    per_word, unpacked, quad, plane = codec.per_word, codec.unpacked, codec.quad, codec.plane
     chunks = chunks_of(n_tiles)
     block_groups = min(_BLOCK_GROUPS, n_groups)
     n_blocks = -(-n_groups // block_groups)
     last_rows = rows % LANES
 
-    def lane() -> Expr:
-        return tirx.Ramp(0, 1, LANES)
-
     def ints() -> Expr:
         return tirx.Ramp(0, 1, dot.lanes)
-
-    def unpacked(tiles: Any, tile: Expr, group: Expr, b: Expr, j: Expr, p: Expr) -> Expr:
-        """Part p of quad j of word b."""
-        packed = tiles[tile, group, tirx.Ramp(HEADER_BYTES + b * _QUAD_BYTES + p * width, 1, width)]
-        if per_word == 1:
-            return packed
-        word = tirx.reinterpret(f"int32x{width // 4}", packed)
-        return tirx.reinterpret(f"uint8x{width}", _nibbles(word, j, width // 4))
-
-    def prefetched(tiles: Any, tile: Expr, group: Expr, line: Expr) -> Expr:
-        """Asks for a cache line that is read later; an address behind the end is ignored."""
-        place = tirx.address_of(tiles[tile, group, line * _LINE])
-        return tirx.call_llvm_intrin(
-            "void", "llvm.prefetch", place, *(tirx.IntImm("int32", x) for x in (0, 3, 1))
-        )
-
-    def quad(b: Expr, j: Expr) -> Expr:
-        """The place in a quantised row of what meets quad j of word b."""
-        return b * 2 + j if kind == "q4" else b
-
-    def plane(j: Expr) -> Expr | int:
-        return j if planes == 2 else 0
-
-    def add(acc: Expr, sums: Expr, scale: Expr, scales: Any, row: Expr, g: Expr) -> Expr:
-        """acc + scaled sums of a group."""
-        return fma(scale * splat(scales[row, g, 0]), tirx.Cast(F32_LANES, sums), acc)
 
     @T.inline
     def store(y, row, tile, source, slot):  # type: ignore[no-untyped-def]
@@ -243,7 +255,7 @@ def matmul_int8_kernel(shape: MatmulShape, isa: Isa) -> tirx.PrimFunc:
                             unpacked(tiles, tile, g, b, j, p),
                             codes[0, g, quad(b, j)],
                         )
-            total[0, T.ramp(0, 1, LANES)] = add(
+            total[0, T.ramp(0, 1, LANES)] = _add(
                 total[0, T.ramp(0, 1, LANES)], single_total(acc), _half(tiles, tile, g, 0), scales, 0, g
             )
             total[1, T.ramp(0, 1, LANES)] = fma(
@@ -311,16 +323,16 @@ def matmul_int8_kernel(shape: MatmulShape, isa: Isa) -> tirx.PrimFunc:
                 for g in T.serial(n):
                     if first + b * size == T.int64(0):
                         for line in T.unroll(entry // _LINE):
-                            T.evaluate(prefetched(tiles, tile + 1, group0 + g, line))
+                            T.evaluate(_prefetched(tiles, tile + 1, group0 + g, line))
                     accumulate(codes, quads, acc, row, group0 + g, g, 0)
                     if planes == 2:
                         for r in T.unroll(size):
                             low[r, T.ramp(0, 1, LANES)] = total(acc, r, 0)
                         accumulate(codes, quads, acc, row, group0 + g, g, 1)
                     for r in T.unroll(size):
-                        sums[first + b * size + r, T.ramp(0, 1, LANES)] = add(
+                        sums[first + b * size + r, T.ramp(0, 1, LANES)] = _add(
                             sums[first + b * size + r, T.ramp(0, 1, LANES)],
-                            total(acc, r, 0) if planes == 1 else low[r, lane()] + total(acc, r, 1),
+                            total(acc, r, 0) if planes == 1 else low[r, _lane()] + total(acc, r, 1),
                             factors[g, T.ramp(0, 1, LANES)],
                             scales,
                             row + r,
