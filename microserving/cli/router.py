@@ -20,6 +20,7 @@ HELP_TEXTS = {
     "peer_timeout_s": "seconds within which every peer must answer at the start",
     "connect_timeout_s": "seconds to connect to an engine",
     "probe_interval_s": "seconds between two probes of an engine",
+    "probe_connect_timeout_s": "seconds to connect to an engine for a probe",
     "probe_timeout_s": "seconds that an engine may take to answer a probe",
     "probe_misses": "probes without an answer after which an engine is out of its pools",
     "prep_recv_timeout_s": "seconds that a reservation may take",

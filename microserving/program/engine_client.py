@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Awaitable
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, TypeVar
 
 from microserving.policies import EngineLoad
 from microserving.program.request import Request
 from microserving.protocol.generation import GenerationChunk, RemoteSendResult
+
+ResultT = TypeVar("ResultT")
 
 EngineRole = Literal["prefill", "decode", "hybrid"]
 """The pool that an engine is in; a hybrid one is in both."""
@@ -115,6 +117,13 @@ class EngineClient(ABC):
         Returns: seconds from now until the lease expires; None when the engine does not know the verb.
         Raises: a MicroservingError when there is no live reservation any more, EngineUnavailable.
         """
+
+    async def while_answering(self, work: Awaitable[ResultT]) -> ResultT:
+        """``work``, which waits elsewhere on this engine's behalf. No program must call it: the host does.
+
+        Raises EngineUnavailable as soon as the host gives the engine up.
+        """
+        return await work
 
     @abstractmethod
     async def match_prefix(self, request: Request) -> int:

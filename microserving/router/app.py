@@ -52,7 +52,12 @@ class Router:
         timeouts = EngineTimeouts(
             config.connect_timeout_s, config.prep_recv_timeout_s, config.stage_timeout_s
         )
-        probes = ProbeSettings(config.probe_interval_s, config.probe_timeout_s, config.probe_misses)
+        probes = ProbeSettings(
+            config.probe_interval_s,
+            config.probe_timeout_s,
+            config.probe_misses,
+            config.probe_connect_timeout_s,
+        )
         self._config = config
         self._registry = EngineRegistry(config.prefill_peers, config.decode_peers, timeouts)
         self._monitor = HealthMonitor(self._registry, probes)

@@ -48,7 +48,7 @@ class RouterConfig(BaseModel):
 
     program: a file, or the name of a shipped program. peer_timeout_s: at start every peer must answer within this.
     An engine is taken out of its pools after probe_misses probes without an answer (at once when its connection is
-    refused or breaks). stage_timeout_s: the longest silence of an engine within one verb or stream.
+    refused or breaks; not because a request could not connect within connect_timeout_s: that request is refused). stage_timeout_s: the longest silence of an engine within one verb or stream.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -60,9 +60,10 @@ class RouterConfig(BaseModel):
     serving_bind: str = "127.0.0.1"
     port: int = Field(8000, ge=0, le=65535)
     peer_timeout_s: float = Field(10.0, gt=0)
-    connect_timeout_s: float = Field(0.5, gt=0)
+    connect_timeout_s: float = Field(5.0, gt=0)
     probe_interval_s: float = Field(2.0, gt=0)
     probe_timeout_s: float = Field(2.0, gt=0)
+    probe_connect_timeout_s: float = Field(0.5, gt=0)
     probe_misses: int = Field(3, ge=1)
     prep_recv_timeout_s: float = Field(30.0, gt=0)
     stage_timeout_s: float = Field(300.0, gt=0)

@@ -33,7 +33,7 @@ class Connections:
             b"host": urlsplit(url).netloc.encode("ascii"),
             b"accept-encoding": b"identity",
         }
-        self._extensions = {"timeout": {"connect": connect_timeout_s}}
+        self._connect_timeout_s = connect_timeout_s
         self._idle: list[httpcore.AsyncHTTPConnection] = []
         self._busy: set[httpcore.AsyncHTTPConnection] = set()
         self._closing: set[asyncio.Task[None]] = set()
@@ -44,9 +44,17 @@ class Connections:
         return len(self._busy)
 
     async def send(
-        self, method: str, path: str, *, headers: Mapping[bytes, bytes] | None = None, content: bytes = b""
+        self,
+        method: str,
+        path: str,
+        *,
+        headers: Mapping[bytes, bytes] | None = None,
+        content: bytes = b"",
+        connect_timeout_s: float | None = None,
     ) -> Answer:
         """The answer's head; its body is read from the ``Answer``, which must be closed.
+
+        connect_timeout_s: for this request, instead of the usual one.
 
         A request is sent once more when a reused connection breaks before the answer: so it looks when the server
         closes an idle connection just then. A server that did read the request refuses the second one, because its
@@ -63,7 +71,7 @@ class Connections:
                 (b"content-length", b"%d" % len(content)),
             ],
             content=content,
-            extensions=self._extensions,
+            extensions={"timeout": {"connect": connect_timeout_s or self._connect_timeout_s}},
         )
         connection = self._reusable()
         if connection is not None:

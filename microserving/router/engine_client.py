@@ -6,9 +6,10 @@ Does not know which request holds what (``holdings``) nor when an engine counts 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import aclosing
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, TypeVar
 
 from microserving.errors import InvalidRequest, MicroservingError
@@ -24,6 +25,7 @@ InFlight = Counter[EngineClient]
 """How many requests the router has on each engine; an engine without any is absent."""
 
 AnswerT = TypeVar("AnswerT", bound=WireModel)
+ResultT = TypeVar("ResultT")
 
 _QUICK_S = 5.0
 """Limit of what an engine answers from memory."""
@@ -36,7 +38,7 @@ class EngineTimeouts:
     """Seconds. connect: one connection attempt. prep_recv: its answer; an engine waits less long for free pages.
     stage: `remote_send`'s answer, and the longest silence within a stream."""
 
-    connect: float = 0.5
+    connect: float = 5.0
     prep_recv: float = 30.0
     stage: float = 300.0
 
@@ -134,21 +136,24 @@ class HttpEngineClient(EngineClient):
         answer = await self._verb("match_prefix", request, {}, wire.MatchPrefixAnswer, _QUICK_S)
         return answer.prefix_matched_length
 
-    # What the router asks for itself; the first three are bounded by who asks
+    async def while_answering(self, work: Awaitable[ResultT]) -> ResultT:
+        return await self._http.while_answering(work)
 
-    async def check_ready(self) -> None:
-        """Raises a MicroservingError when the engine is not ready to serve."""
-        await self._http.get("/ready", timeout_s=None)
+    # What the router asks for itself
 
-    async def fetch_info(self) -> wire.EngineInfo:
-        """What the engine is now. Does not change ``info``."""
-        return self._answer(wire.EngineInfo, await self._http.get(_path("info"), timeout_s=None))
+    async def probe(self, connect_timeout_s: float) -> wire.EngineInfo:
+        """Bring ``load`` up to date; returns what the engine is now, which does not change ``info``.
 
-    async def fetch_load(self) -> None:
-        """Bring ``load`` up to date."""
-        answer = self._answer(wire.EngineLoad, await self._http.get(_path("load"), timeout_s=None))
+        The caller bounds it. Raises TimeoutError when a connection takes too long, a MicroservingError when the
+        engine is not ready to serve, or fails.
+        """
+        ask = partial(self._http.probe, connect_timeout_s=connect_timeout_s)
+        await ask("/ready")
+        info = self._answer(wire.EngineInfo, await ask(_path("info")))
+        load = self._answer(wire.EngineLoad, await ask(_path("load")))
         names = EngineLoad.__dataclass_fields__
-        self._load = EngineLoad(**{name: getattr(answer, name) for name in names})
+        self._load = EngineLoad(**{name: getattr(load, name) for name in names})
+        return info
 
     async def fetch_tokenizer(self) -> dict[str, Any]:
         """The tokenizer as JSON (``Tokenizer.from_dict``)."""
@@ -158,6 +163,7 @@ class HttpEngineClient(EngineClient):
         """Remember what the engine is."""
         self.info = info
         self._http.name = f"engine {info.engine_id}"
+        self._http.came_back()
 
     def give_up(self, why: str) -> None:
         """Fail everything that waits for the engine's answer now. why: as in "engine decode-0 does not answer"."""

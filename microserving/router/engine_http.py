@@ -65,13 +65,21 @@ class EngineHTTP:
         self.name = "the engine"
         self._silence = "does not answer"
         self._shutting_down = False
+        self._given_up = False
         self._connections = Connections(url, connect_timeout_s=connect_timeout_s)
         self._on_unreachable = on_unreachable
         self._waits: set[asyncio.Timeout] = set()
 
-    async def get(self, path: str, *, timeout_s: float | None) -> dict[str, Any]:
-        """The JSON object at ``path``. timeout_s None: the caller bounds it. Raises the leaf that the failure or the error answer stands for."""
+    async def get(self, path: str, *, timeout_s: float) -> dict[str, Any]:
+        """The JSON object at ``path``. Raises the leaf that the failure or the error answer stands for."""
         return await self._call(self._connections.send("GET", path), timeout_s)
+
+    async def probe(self, path: str, *, connect_timeout_s: float) -> dict[str, Any]:
+        """As ``get``, but the caller bounds it; raises TimeoutError when a connection takes too long."""
+        sending = self._connections.send("GET", path, connect_timeout_s=connect_timeout_s)
+        with self._typed_failures(probing=True):
+            answer, content = await _whole(sending)
+        return self._object(answer, content)
 
     async def post(self, path: str, body: Mapping[str, Any], *, timeout_s: float) -> dict[str, Any]:
         """The JSON object that answers ``body``. Raises as ``get``."""
@@ -110,8 +118,18 @@ class EngineHTTP:
         finally:
             await answer.close()
 
+    async def while_answering(self, work: Awaitable[ResultT]) -> ResultT:
+        """``work``, which needs this engine without asking it. Raises EngineUnavailable once it is given up."""
+        with self._typed_failures():
+            return await self._within(0.0 if self._given_up else None, work)
+
+    def came_back(self) -> None:
+        """It answers again."""
+        self._given_up = False
+
     def give_up(self, why: str) -> None:
         """Fail everything that waits for this engine now. why: goes on after the engine's name in the message."""
+        self._given_up = True
         self._silence = why
         self._end_waits()
 
@@ -174,17 +192,22 @@ class EngineHTTP:
                 self._waits.discard(wait)
 
     @contextmanager
-    def _typed_failures(self) -> Iterator[None]:
+    def _typed_failures(self, *, probing: bool = False) -> Iterator[None]:
         try:
             yield
         except (TimeoutError, *_FAILURES) as error:
             self.check_open()
+            if probing and isinstance(error, httpcore.ConnectTimeout):
+                raise TimeoutError from None
             raise self._lost(error) from None
 
-    def _lost(self, error: Exception) -> EngineUnavailable:
+    def _lost(self, error: Exception) -> MicroservingError:
         if isinstance(error, TimeoutError):
             return self.broken(self._silence)
-        if isinstance(error, (httpcore.ConnectError, httpcore.ConnectTimeout)):
+        if isinstance(error, httpcore.ConnectTimeout):
+            # Busy, it or we; whether it is gone is for the probes to find out.
+            return Overloaded(f"{self.name} took no connection in time", retry_after_s=1.0)
+        if isinstance(error, httpcore.ConnectError):
             self._on_unreachable(f"cannot connect: {_reason(error)}")
             return self.broken("cannot be reached")
         self._on_unreachable(f"the connection broke: {_reason(error)}")

@@ -16,22 +16,29 @@ from microserving.errors import MicroservingError
 from microserving.front import ServedModel
 from microserving.protocol.microserving import EngineInfo
 from microserving.router.engine_registry import EngineRegistry, Peer, check_startup
+from microserving.router.loop_lag import LoopLag
 from microserving.tokenizer import Tokenizer
 
 _logger = logging.getLogger(__name__)
 
 _STARTUP_POLL_S = 0.1
+MAX_LAG_SHARE = 0.5
+"""A probe that times out says nothing of the engine when our own loop was late for more of its time."""
 REFRESH_GAP_S = 0.25
 """Re-probes because of requests begin at most this often."""
 
 
 @dataclass(frozen=True, slots=True)
 class ProbeSettings:
-    """Seconds between probes and for one; misses: probes in a row without an answer until an engine is down."""
+    """Seconds between probes, for one, and for a connection within it.
+
+    misses: probes in a row without an answer until an engine is down.
+    """
 
     interval_s: float = 2.0
     timeout_s: float = 2.0
     misses: int = 3
+    connect_timeout_s: float = 0.5
 
 
 class HealthMonitor:
@@ -101,17 +108,16 @@ class HealthMonitor:
     async def probe(self, peer: Peer) -> None:
         """Ask one engine how it is, and report it. Never raises."""
         async with self._locks[peer]:
-            try:
-                async with asyncio.timeout(self._settings.timeout_s):
-                    await peer.client.check_ready()
-                    info = await peer.client.fetch_info()
-                    await peer.client.fetch_load()
-                if self._registry.admit(peer, info):
-                    await self._learn(peer, info)
-            except TimeoutError:
-                self._missed(peer)
-            except MicroservingError as error:
-                self._registry.mark_down(peer, error.message)
+            with LoopLag() as lag:
+                try:
+                    async with asyncio.timeout(self._settings.timeout_s):
+                        info = await peer.client.probe(self._settings.connect_timeout_s)
+                    if self._registry.admit(peer, info):
+                        await self._learn(peer, info)
+                except TimeoutError:
+                    self._timed_out(peer, lag)
+                except MicroservingError as error:
+                    self._registry.mark_down(peer, error.message)
 
     async def _probe_down(self) -> None:
         down = [peer for peer in self._registry.peers if peer.state != "up"]
@@ -124,6 +130,13 @@ class HealthMonitor:
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(self._settings.interval_s):
                     await peer.suspect.wait()
+
+    def _timed_out(self, peer: Peer, lag: LoopLag) -> None:
+        """It was silent for too long, unless it was us who did not listen."""
+        if lag.share < MAX_LAG_SHARE:
+            self._missed(peer)
+        else:
+            _logger.info("a probe of %s does not count: this process is too busy", peer.label)
 
     def _missed(self, peer: Peer) -> None:
         """No answer in time: it may be busy, until it was too often; then those who wait for it need not any more."""

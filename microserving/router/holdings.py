@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import inspect
 import logging
-from collections.abc import AsyncGenerator, AsyncIterator, Coroutine
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Coroutine
 from contextlib import asynccontextmanager
 from dataclasses import replace
 from typing import Any, Literal, TypeVar
@@ -181,7 +181,7 @@ class HeldEngine(EngineClient):
         if to.complete:
             return await self._inner.remote_send(request, to=to)
         async with self._holding(request, "send"):
-            result = await self._inner.remote_send(request, to=to)
+            result = await to.engine.while_answering(self._inner.remote_send(request, to=to))
         self._holdings.drop(self._inner, request, "send")
         return result
 
@@ -194,6 +194,9 @@ class HeldEngine(EngineClient):
 
     async def renew(self, request: Request) -> float | None:
         return await self._inner.renew(request)
+
+    async def while_answering(self, work: Awaitable[ResultT]) -> ResultT:
+        return await self._inner.while_answering(work)
 
     async def match_prefix(self, request: Request) -> int:
         return await self._inner.match_prefix(request)

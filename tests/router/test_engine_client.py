@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import aclosing
+import socket
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from contextlib import aclosing, contextmanager
 from typing import Any
 
 import pytest
@@ -314,17 +315,68 @@ def test_the_router_asks_for_itself() -> None:
     async def scenario(engine: EngineServer, client: Client) -> None:
         assert client.id == engine.url
         assert (client.load.total_pages, client.in_flight) == (0, 0)
-        await client.check_ready()
-        client.identify(await client.fetch_info())
-        await client.fetch_load()
+        client.identify(await client.probe(1.0))
         assert client.id == "decode-0"
         assert (client.load.running, client.load.free_pages, client.load.decode_step_ms) == (1, 40, 2.5)
         assert await client.fetch_tokenizer() == engine.tokenizer
         engine.ready = False
         with pytest.raises(MicroservingError, match="not yet"):
-            await client.check_ready()
+            await client.probe(1.0)
 
     with_engine(scenario, identified=False)
+
+
+@contextmanager
+def full_listener() -> Iterator[str]:
+    """The URL of a server that takes no more connections: the kernel lets new ones wait."""
+    with socket.socket() as listener, socket.socket() as one, socket.socket() as two:
+        listener.bind(("127.0.0.1", 0))
+        listener.listen(0)
+        for waiting in (one, two):
+            waiting.setblocking(False)
+            waiting.connect_ex(listener.getsockname())
+        yield f"http://127.0.0.1:{listener.getsockname()[1]}"
+
+
+def test_a_connection_that_takes_too_long_refuses_its_request_and_reports_nobody() -> None:
+    async def main() -> None:
+        with full_listener() as url:
+            client = Client(url, connect=0.1)
+            client.identify(EngineInfo(**INFO))
+            with pytest.raises(Overloaded, match="engine decode-0 took no connection in time") as caught:
+                await client.prep_recv(REQUEST, end=1)
+            assert caught.value.retry_after_s == 1.0
+            assert type(caught.value) is Overloaded
+            assert client.reports == []
+            with pytest.raises(TimeoutError):
+                await client.probe(0.1)
+            await client.close()
+
+    asyncio.run(main())
+
+
+def test_what_needs_an_engine_ends_when_that_is_given_up() -> None:
+    async def scenario(_: EngineServer, client: Client) -> None:
+        async def answer() -> int:
+            return 7
+
+        async def fail() -> None:
+            raise TransferFailed("lost")
+
+        assert await client.while_answering(answer()) == 7
+        with pytest.raises(TransferFailed):
+            await client.while_answering(fail())
+        waiting = asyncio.create_task(client.while_answering(asyncio.Event().wait()))
+        await asyncio.sleep(0)
+        client.give_up("does not answer")
+        with pytest.raises(EngineUnavailable, match="engine decode-0 does not answer"):
+            await waiting
+        with pytest.raises(EngineUnavailable):  # also what comes too late
+            await client.while_answering(asyncio.Event().wait())
+        client.identify(EngineInfo(**INFO))
+        assert await client.while_answering(answer()) == 7
+
+    with_engine(scenario)
 
 
 @pytest.mark.case("PD-09")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Awaitable, Callable, Iterable
 from contextlib import AsyncExitStack
 from typing import Any, cast
@@ -14,6 +15,8 @@ from microserving.program.testing import collect, make_request
 from microserving.router.engine_client import EngineTimeouts
 from microserving.router.engine_registry import EngineRegistry, Peer
 from microserving.router.health import REFRESH_GAP_S, HealthMonitor, ProbeSettings
+from microserving.router.holdings import Holdings
+from microserving.router.loop_lag import LoopLag
 from microserving.tokenizer import Tokenizer
 
 from .engine_server import STREAM, EngineServer
@@ -257,6 +260,67 @@ def test_a_frozen_engine_is_down_after_some_misses_and_its_streams_end() -> None
         engine.thawed.set()
         await watch.monitor.probe(peer)
         assert (peer.state, peer.misses) == ("up", 0)
+
+    run(scenario)
+
+
+@pytest.mark.case("RT-12")
+def test_what_is_sent_elsewhere_to_a_frozen_engine_ends_with_it() -> None:
+    """The client does not wait until the sender's own timeout."""
+
+    async def scenario(stack: AsyncExitStack) -> None:
+        sender, receiver = await engines(stack, PREFILL, {})
+        watch = watched(stack, [sender], [receiver], timeout_s=0.1, misses=2)
+        await watch.monitor.connect(5)
+        holdings = Holdings(watch.registry.in_flight)
+        cluster = watch.registry.cluster.bound(seen=holdings.bind, chosen=holdings.choose)
+        received = await cluster.decode.round_robin().prep_recv(REQUEST, end=2)
+        sender.thawed.clear()
+        sending = asyncio.ensure_future(cluster.prefill.round_robin().remote_send(REQUEST, to=received))
+        await sender.frozen_by.wait()
+        receiver.thawed.clear()
+        for _ in range(2):
+            assert not sending.done()
+            await watch.monitor.probe(watch.registry.peers[1])
+        with pytest.raises(EngineUnavailable, match="engine decode-0 does not answer"):
+            await sending
+        sender.thawed.set()
+        receiver.thawed.set()
+        await holdings.release(5)
+        assert sender.verbs == ["remote_send", "abort"]
+        assert receiver.verbs == ["prep_recv", "abort"]
+
+    run(scenario)
+
+
+def test_a_probe_that_our_own_loop_was_too_late_for_does_not_count() -> None:
+    async def scenario(stack: AsyncExitStack) -> None:
+        (engine,) = await engines(stack, {})
+        watch = watched(stack, [], [engine], timeout_s=0.2, misses=1)
+        await watch.monitor.connect(5)
+        peer = watch.registry.peers[0]
+        engine.thawed.clear()
+        probing = asyncio.create_task(watch.monitor.probe(peer))
+        await engine.frozen_by.wait()
+        time.sleep(0.4)  # noqa: ASYNC251 - the loop is busy
+        await probing
+        assert (peer.state, peer.misses) == ("up", 0)
+        await watch.monitor.probe(peer)
+        assert peer.state == "down"
+
+    run(scenario)
+
+
+def test_the_lag_of_a_loop() -> None:
+    async def scenario(stack: AsyncExitStack) -> None:
+        with LoopLag() as idle:
+            await asyncio.sleep(0.2)
+        assert idle.share < 0.5
+        with LoopLag() as blocked:
+            for _ in range(2):
+                time.sleep(0.3)  # noqa: ASYNC251 - the loop is busy
+                await asyncio.sleep(0)
+        assert 0.7 < blocked.share <= 1.0  # two timers of 0.05 s, late by 0.25 s each
 
     run(scenario)
 
