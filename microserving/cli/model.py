@@ -90,6 +90,7 @@ def run_show(options: argparse.Namespace) -> int:
     """`key: value` lines. A model that cannot be used is an error, one that is not fetched is not."""
     info = show(options.model, options.cache_dir)
     kinds = ", ".join(f"{kind} x {count}" for kind, count in sorted(info.kinds.items()))
+    tokenizer, chat_template, fault = _text_facts(info)
     facts = {
         "name": info.name,
         "path": "not fetched" if info.path is None else str(info.path),
@@ -100,13 +101,31 @@ def run_show(options: argparse.Namespace) -> int:
         "max_context": info.max_context,
         "tensors": kinds or None,
         "model_hash": info.model_hash,
+        "tokenizer": tokenizer,
+        "chat_template": chat_template,
     }
     for key, value in facts.items():
         if value is not None:
             sys.stdout.write(f"{key}: {value}\n")
     if info.error is not None:
         raise ModelLoadError(f"{info.name}: {info.error}")
+    if fault is not None:
+        raise fault
     return 0
+
+
+def _text_facts(info: ModelInfo) -> tuple[str | None, str | None, ModelLoadError | None]:
+    """What there is to say of tokenizer and chat template, and why the model cannot be used for want of a tokenizer."""
+    from microserving.tokenizer import Tokenizer
+
+    if info.opened is None:
+        return None, None, None
+    try:
+        tokenizer = Tokenizer.load(info.opened)
+    except ModelLoadError as error:
+        return "none", "none, as there is no tokenizer", error
+    unavailable = tokenizer.chat_unavailable
+    return f"{tokenizer.vocab_size:,} tokens", "yes" if unavailable is None else f"none: {unavailable}", None
 
 
 def _megabytes(info: ModelInfo) -> str:

@@ -61,10 +61,11 @@ def run(options: argparse.Namespace) -> int:
     from microserving.cluster.addresses import bracketed
     from microserving.cluster.secret import check_secret
     from microserving.observability.console import Console
-    from microserving.server.run import run_engine
 
     start_logging(options.verbose)
-    check_secret(config.node_role, config.serving_bind, config.cluster_secret_file)
+    check_secret(config.node_role, config.serving_bind, config.cluster_secret_file)  # before TVM is imported
+    from microserving.server.run import run_engine
+
     console = Console(verbose=options.verbose, plain_step=0.25)
     host = bracketed(config.serving_bind)
     run_engine(

@@ -37,7 +37,6 @@ from microserving.engine.tasks import (
 )
 from microserving.engine.validation import check_generation, check_prompt, check_send
 from microserving.errors import (
-    EngineUnavailable,
     InternalError,
     InvalidRequest,
     KVExhausted,
@@ -394,7 +393,7 @@ class Engine:
 
     def _require_open(self) -> None:
         if self._closed is not None:
-            raise EngineUnavailable(self._closed.message)
+            raise type(self._closed)(self._closed.message)
 
     def _reservation(self, lease: LeasedPages) -> Reservation:
         positions = np.arange(lease.begin, lease.end)

@@ -88,8 +88,8 @@ def _open_file(name: str, path: Path) -> ResolvedModel:
 class ModelInfo:
     """What is known of one model without running it.
 
-    path: None when not fetched. size_bytes: of the tensors (of the whole file when it was not opened). parameters:
-    elements of all tensors. kinds: numbers of tensors by kind. error: why the model cannot be used.
+    path: None when not fetched. size_bytes: of the weight files on disk. parameters: elements of all tensors. kinds:
+    numbers of tensors by kind. error: why the model cannot be used. opened: the model itself (``show`` only).
     """
 
     name: str
@@ -102,6 +102,7 @@ class ModelInfo:
     model_hash: str | None = None
     kinds: Mapping[str, int] = field(default_factory=dict)
     error: str | None = None
+    opened: ResolvedModel | None = None
 
 
 def list_models(cache_dir: Path | None = None) -> list[ModelInfo]:
@@ -121,11 +122,11 @@ def show(spec: str, cache_dir: Path | None = None) -> ModelInfo:
     """All about one model; fetches nothing (``path`` is then None). Raises ModelLoadError when it cannot be opened."""
     model = CATALOG.get(spec.lower())
     if model is None:
-        return _info(_open_path(spec), with_hash=True)
+        return _info(_open_path(spec), whole=True)
     path = models_dir(cache_dir) / model.file_name
     if not is_whole(model, path):
         return _catalog_info(model, path)
-    return _info(_open_file(model.name, path), license_name=model.license, with_hash=True)
+    return _info(_open_file(model.name, path), license_name=model.license, whole=True)
 
 
 def _catalog_info(model: PackagedModel, path: Path) -> ModelInfo:
@@ -142,7 +143,14 @@ def _info_or_error(path: Path) -> ModelInfo:
         return ModelInfo(path.stem, path, error=error.message)
 
 
-def _info(model: ResolvedModel, *, license_name: str | None = None, with_hash: bool = False) -> ModelInfo:
+def _size_on_disk(path: Path) -> int:
+    """Of the GGUF file, or of the safetensors files in a directory."""
+    files = path.glob("*.safetensors") if path.is_dir() else [path]
+    return sum(file.stat().st_size for file in files)
+
+
+def _info(model: ResolvedModel, *, license_name: str | None = None, whole: bool = False) -> ModelInfo:
+    """whole: with its hash, and opened."""
     weights = [model.weights.weight(name) for name in model.weights.names()]
     kinds: dict[str, int] = {}
     parameters = 0
@@ -155,11 +163,12 @@ def _info(model: ResolvedModel, *, license_name: str | None = None, with_hash: b
     return ModelInfo(
         name=model.name,
         path=model.source_path,
-        size_bytes=sum(weight.rows.size for weight in weights),
+        size_bytes=_size_on_disk(model.source_path),
         license=license_name,
         architecture=model.config.architecture,
         parameters=parameters,
         max_context=model.config.max_context,
-        model_hash=model.model_hash if with_hash else None,
+        model_hash=model.model_hash if whole else None,
+        opened=model if whole else None,
         kinds=kinds,
     )

@@ -10,6 +10,9 @@ from types import ModuleType
 from typing import Any
 
 import pytest
+from tokenizers import Tokenizer as Library
+from tokenizers import decoders
+from tokenizers.models import BPE
 
 import microserving
 from microserving.cli import main as cli
@@ -19,6 +22,7 @@ from microserving.cluster.command_line import flag_name, to_flags
 from microserving.engine.config import EngineConfig
 from microserving.errors import StartupError
 from microserving.router.config import RouterConfig
+from tests.reference.model_builder import write_tiny_hf
 
 
 class Ran:
@@ -330,6 +334,22 @@ def test_a_dry_run_shows_the_effective_configuration(run: Any) -> None:
     assert "nodes.prefill-0.model = 'm' (given)" in ran.err
     assert "nodes.decode-0.node_role = 'decode' (given)" in ran.err
     assert "router.program = 'prefill_decode' (given)" in ran.err
+
+
+def test_model_show_tells_of_tokenizer_and_chat_template(run: Any, tmp_path: Path) -> None:
+    directory = write_tiny_hf(tmp_path / "hf")
+    without = run("model", "show", str(directory))
+    assert without.status == 1
+    assert "tokenizer: none\nchat_template: none, as there is no tokenizer\n" in without.out
+    assert without.err.startswith(f"microserving: error: {directory}: there is no tokenizer.json")
+    library = Library(BPE(vocab={token: i for i, token in enumerate("abc")}, merges=[]))
+    library.decoder = decoders.ByteLevel()
+    library.save(str(directory / "tokenizer.json"))
+    shown = run("model", "show", str(directory))
+    assert shown.status == 0
+    assert "tokenizer: 3 tokens\nchat_template: none: the model has no chat template\n" in shown.out
+    (directory / "chat_template.jinja").write_text("{{ messages[0].content }}")
+    assert "chat_template: yes\n" in run("model", "show", str(directory)).out
 
 
 def test_model_list_and_show_without_any_model(run: Any, tmp_path: Path) -> None:

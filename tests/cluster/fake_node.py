@@ -2,7 +2,7 @@
 
 ok: /ready answers 200. unready: 503 for ever. stubborn: like ok, but ignores SIGTERM. log-and-die: some lines, then
 status 3. error: the one line of a process that cannot start. hang: no server, with a child of its own. done: ends.
-affinity: like ok, and says its cores. slow-term: like ok, takes a while to end. warn: like ok, with a warning.
+affinity: like ok, and says its cores. slow-term: like ok, takes a while to end, and says so. warn: like ok, with a warning.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from http.server import BaseHTTPRequestHandler, HTTPServer
 
 
@@ -25,9 +26,17 @@ class Handler(BaseHTTPRequestHandler):
         pass
 
 
+def end_slowly(*_: object) -> None:
+    time.sleep(0.1)
+    print("ends", flush=True)
+    sys.exit(0)
+
+
 def main(name: str, mode: str, port: int) -> None:
     if mode == "stubborn":
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    if mode == "slow-term":
+        signal.signal(signal.SIGTERM, end_slowly)
     print(f"pid {os.getpid()} group {os.getpgid(0)}", flush=True)
     if mode == "done":
         return

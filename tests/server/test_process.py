@@ -15,9 +15,11 @@ import httpx
 import pytest
 
 from microserving.engine.config import EngineConfig
-from microserving.errors import ConfigError, StartupError
+from microserving.errors import ConfigError, ModelLoadError, StartupError
 from microserving.front import bind_listener
+from microserving.server import run
 from microserving.server.run import read_secret, run_engine
+from tests.reference.model_builder import write_tiny_hf
 
 SCRIPT = Path(__file__).with_name("engine_process.py")
 
@@ -101,6 +103,24 @@ def test_a_busy_port_is_found_before_the_model_is_opened() -> None:
         with pytest.raises(StartupError, match=rf"cannot listen on 127\.0\.0\.1 port {port}") as caught:
             run_engine(config)
         assert "\n" not in caught.value.message
+
+
+@pytest.mark.parametrize("content", [None, "{}", "rubbish"])
+def test_a_tokenizer_that_cannot_be_used_is_found_before_the_weights_are_packed(
+    content: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    directory = write_tiny_hf(tmp_path / "hf")
+    if content is not None:
+        (directory / "tokenizer.json").write_text(content)
+
+    def create(*_: object, **__: object) -> None:
+        raise AssertionError("the weights are packed")
+
+    monkeypatch.setattr(run.TVMModelRunner, "create", create)
+    config = EngineConfig(model=str(directory), port=0, runtime_dir=tmp_path / "run", cache_dir=tmp_path)
+    with pytest.raises(ModelLoadError, match=r"tokenizer\.json") as caught:
+        run_engine(config)
+    assert "\n" not in caught.value.message
 
 
 def test_an_address_that_is_not_ours() -> None:
