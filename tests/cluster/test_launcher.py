@@ -6,12 +6,15 @@ import json
 import os
 import re
 import select
+import shlex
 import signal
 import socket
 import subprocess
 import sys
+import textwrap
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -120,6 +123,41 @@ def launch(tmp_path: Path) -> Iterator[Callable[..., Run]]:
 Launch = Callable[..., Run]
 
 
+def assert_snippets(lines: list[str], url: str) -> None:
+    """What is printed to be pasted: the shell takes the curl command, Python the program; both end quickly."""
+    first = next(i for i, line in enumerate(lines) if line.startswith("  curl "))
+    words = shlex.split("\n".join(lines[first : first + 2]))
+    body = json.loads(words[words.index("-d") + 1])
+    assert (body["max_tokens"], body["temperature"], body["messages"][0]["role"]) == (32, 0, "user")
+    first = next(i for i, line in enumerate(lines) if "from openai import" in line)
+    calls: list[dict[str, Any]] = []
+
+    class OpenAI:
+        def __init__(self, base_url: str, api_key: str) -> None:
+            assert base_url == f"{url}/v1"
+            self.completions = self
+
+        def create(self, **fields: Any) -> Any:
+            calls.append(fields)
+            return SimpleNamespace(choices=[SimpleNamespace(text="there was")])
+
+    printed: list[str] = []
+    code = textwrap.dedent("\n".join(line for line in lines[first + 1 : first + 5] if line.startswith("  ")))
+    exec(code, {"OpenAI": OpenAI, "print": printed.append})
+    assert printed == ["there was"]
+    assert (calls[0]["max_tokens"], calls[0]["temperature"]) == (32, 0)
+
+
+def test_what_was_started_last_ends_first(launch: Launch) -> None:
+    """The router uses its engines: while it ends its requests they must still be there."""
+    run = launch({"router": "slow-term", "prefill-0": "slow-term"})
+    run.wait_for("Ctrl-C")
+    assert run.stop() == 0
+    ends = [line for line in run.lines if ": ends" in line]
+    assert [line.partition(":")[0] for line in ends] == ["router", "prefill-0"]
+    run.assert_nothing_left()
+
+
 def test_starts_tells_and_leaves_nothing(launch: Launch) -> None:
     run = launch()
     ready = run.wait_for("Ready: http://127.0.0.1:")
@@ -131,6 +169,7 @@ def test_starts_tells_and_leaves_nothing(launch: Launch) -> None:
     assert state["url"] in ready
     assert f'base_url="{state["url"]}/v1"' in run.text
     assert f"curl {state['url']}/v1/chat/completions" in run.text
+    assert_snippets(run.lines, state["url"])
     directory = Path(state["runtime_dir"])
     assert directory.stat().st_mode & 0o777 == 0o700
     assert (directory / "cluster-secret").stat().st_mode & 0o777 == 0o600
