@@ -21,7 +21,7 @@ from microserving.front.control import control_router, plain_response
 from microserving.front.exchange import Endpoint
 from microserving.front.openai_api import OpenAIFront
 from microserving.front.openapi import HotRoute, add_hot_routes
-from microserving.front.settings import FrontSettings
+from microserving.front.settings import BodyLimits, FrontSettings
 from microserving.protocol.openai import ChatCompletionRequest, CompletionRequest
 from microserving.protocol.responses import ModelCard, ModelList, Status
 
@@ -30,9 +30,14 @@ class FrontApp(FastAPI):
     """Hot routes are answered before FastAPI's middlewares and router: each is an ``Endpoint`` found by its path."""
 
     def __init__(
-        self, title: str, hot_routes: Sequence[HotRoute], settings: FrontSettings, **options: Any
+        self,
+        title: str,
+        hot_routes: Sequence[HotRoute],
+        settings: FrontSettings,
+        limits: Callable[[], BodyLimits],
+        **options: Any,
     ) -> None:
-        """options: of FastAPI."""
+        """limits: of a body that comes now. options: of FastAPI."""
         super().__init__(
             title=title,
             version=microserving.__version__,
@@ -43,7 +48,7 @@ class FrontApp(FastAPI):
             **options,
         )
         self._hot_routes = tuple(hot_routes)
-        self._endpoints = {route.path: Endpoint(route.handler, settings) for route in hot_routes}
+        self._endpoints = {route.path: Endpoint(route.handler, settings, limits) for route in hot_routes}
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "http":
@@ -88,7 +93,7 @@ def create_front(
         HotRoute("/v1/completions", front.completions, "Continue prompts", CompletionRequest),
         HotRoute("/v1/chat/completions", front.chat_completions, "Answer a chat", ChatCompletionRequest),
     ]
-    app = FrontApp(title, [*own, *hot_routes], settings, lifespan=lifespan)
+    app = FrontApp(title, [*own, *hot_routes], settings, _limits_of(backend, settings), lifespan=lifespan)
     router = control_router()
     router.add_api_route("/v1/models", front.models, response_model=ModelList)
     router.add_api_route("/v1/models/{model_id:path}", front.model, response_model=ModelCard)
@@ -98,6 +103,17 @@ def create_front(
     if control is not None:
         app.include_router(control)
     return app
+
+
+def _limits_of(backend: Backend, settings: FrontSettings) -> Callable[[], BodyLimits]:
+    def limits() -> BodyLimits:
+        model, tokenizer = backend.model, backend.tokenizer
+        return settings.body_limits(
+            0 if model is None else model.max_context,
+            None if tokenizer is None else tokenizer.text_bytes_per_token,
+        )
+
+    return limits
 
 
 def _health(alive: Callable[[], bool] | None) -> Callable[[], Any]:

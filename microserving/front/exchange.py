@@ -28,8 +28,9 @@ from microserving.errors import (
     error_body,
     http_status,
 )
-from microserving.front.settings import FrontSettings
+from microserving.front.settings import BodyLimits, FrontSettings
 from microserving.observability import request_id_scope
+from microserving.protocol.body import MAX_VALUES
 from microserving.protocol.responses import dump
 from microserving.protocol.sse import DONE_EVENT, encode_event
 
@@ -37,6 +38,8 @@ _logger = logging.getLogger(__name__)
 _UNPRINTABLE = re.compile(r"[^\x21-\x7e]")
 _MAX_CLIENT_ID_CHARS = 128
 _DEFAULT_RETRY_AFTER_S = 1
+_CLOSE = (b"connection", b"close")
+"""With an answer to a body that was not read whole: the rest is not worth waiting for."""
 _STREAM_HEADERS = (
     (b"content-type", b"text/event-stream; charset=utf-8"),
     (b"cache-control", b"no-cache"),
@@ -51,12 +54,14 @@ class _ClientLeftError(Exception):
 @dataclass(slots=True)
 class Exchange:
     """What a handler works with. request_id: made here, unique. headers: of the answer, may be added to before it
-    begins. The answer is either one ``reply`` or a stream (``send_event`` ..., then ``end_stream``)."""
+    begins. max_values: JSON values that the body may hold. The answer is either one ``reply`` or a stream
+    (``send_events`` ..., then ``end_stream``)."""
 
     request_id: str
     body: bytes
     headers: list[tuple[bytes, bytes]]
     _send: Send
+    max_values: int = MAX_VALUES
     streaming: bool = field(default=False, init=False)
     _replied: bool = field(default=False, init=False)
 
@@ -111,34 +116,42 @@ Handler = Callable[[Exchange], Awaitable[None]]
 class Endpoint:
     """A handler as an ASGI app for POST: reads the body, watches for the client's leaving, answers errors."""
 
-    def __init__(self, handler: Handler, settings: FrontSettings) -> None:
+    def __init__(self, handler: Handler, settings: FrontSettings, limits: Callable[[], BodyLimits]) -> None:
+        """limits: asked once per request."""
         self._handler = handler
         self._settings = settings
+        self._limits = limits
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         request_id = uuid.uuid4().hex
+        limits = self._limits()
         echoed = client_id(Headers(scope=scope)) or request_id
         exchange = Exchange(
             request_id=request_id,
             body=b"",
             headers=[(b"x-request-id", echoed.encode("ascii"))],
             _send=send,
+            max_values=limits.max_values,
         )
         with request_id_scope(request_id):
             try:
-                exchange.body = await self._read_body(scope, receive)
+                exchange.body = await self._read_body(scope, receive, exchange, limits.max_bytes)
                 await _unless_gone(self._handler(exchange), receive)
             except _ClientLeftError:
                 _logger.info("the client left before the answer was complete")
             except Exception as error:  # noqa: BLE001 - the wall between our bugs and the client
                 await exchange.fail(client_error(error))
 
-    async def _read_body(self, scope: Scope, receive: Receive) -> bytes:
+    async def _read_body(self, scope: Scope, receive: Receive, exchange: Exchange, max_bytes: int) -> bytes:
         try:
             async with asyncio.timeout(self._settings.body_timeout_s):
-                return await _read_bounded(scope, receive, self._settings.max_body_bytes)
+                return await _read_bounded(scope, receive, max_bytes)
         except TimeoutError:
+            exchange.headers.append(_CLOSE)
             raise InvalidRequest("the body did not arrive in time") from None
+        except PayloadTooLarge:
+            exchange.headers.append(_CLOSE)
+            raise
 
 
 def client_error(error: Exception) -> MicroservingError:
@@ -149,6 +162,8 @@ def client_error(error: Exception) -> MicroservingError:
     if http_status(error) >= 500 and not error.logged:
         # Refusing work for a while (503) is not worth an operator's attention each time.
         level = logging.INFO if http_status(error) == HTTPStatus.SERVICE_UNAVAILABLE else logging.ERROR
+        if isinstance(error, ShuttingDown):  # "stopping" has been said once
+            level = logging.DEBUG
         _logger.log(level, "answered %d: %s", http_status(error), error.message)
     return error
 
@@ -162,8 +177,6 @@ def plain_error(status: int, code: str, message: str | None = None) -> dict[str,
             "param": None,
             "code": code,
         }
-        if isinstance(error, ShuttingDown):  # "stopping" has been said once
-            level = logging.DEBUG
     }
 
 
@@ -206,6 +219,8 @@ async def _unless_gone(work: Awaitable[None], receive: Receive) -> None:
 
 
 async def _client_gone(receive: Receive) -> None:
+    """Returns when the client has closed the connection, or its sending half (which leavers do, too): TCP does not tell
+    the two apart, and what is computed for a client that has left is lost to the others. Clients must keep it open."""
     while (await receive())["type"] != "http.disconnect":
         pass
 
@@ -223,6 +238,4 @@ def error_headers(error: MicroservingError) -> list[tuple[bytes, bytes]]:
             _DEFAULT_RETRY_AFTER_S if error.retry_after_s is None else max(1, math.ceil(error.retry_after_s))
         )
         headers.append((b"retry-after", b"%d" % seconds))
-    if isinstance(error, PayloadTooLarge):
-        headers.append((b"connection", b"close"))  # the rest of the body is not worth reading
     return headers

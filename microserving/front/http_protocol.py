@@ -1,20 +1,33 @@
-"""uvicorn's httptools protocol with limits on a request's head: its bytes, and the time it may take to arrive.
+"""uvicorn's httptools protocol with limits on what comes before and behind a body, and on the time it may take.
 
-The parser keeps the whole head in memory before anyone sees it, and uvicorn bounds neither. (Body: ``exchange``.)
+Owns: the bytes and headers of a request's head (431), bytes from which the parser makes nothing (431), how long a head
+or an unread rest of a body may take to arrive, and what follows a whole request that cannot be parsed. Uvicorn bounds
+none of these, and the parser keeps what it has not finished in memory. Does not know bodies (``exchange``).
+
+An upgrade (websocket, h2c) is answered as plain HTTP, as RFC 9110 7.8 allows. Bytes that are not HTTP behind a request whose answer is still due get no answer of
+their own: the connection is closed after the one that is due.
 """
 
 from __future__ import annotations
 
 import asyncio
+from http import HTTPStatus
 from typing import Any, Final
 
+import httptools
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
+from microserving.front.exchange import plain_error
+from microserving.protocol.responses import dump
+
 MAX_HEAD_BYTES: Final = 64 * 2**10
+MAX_HEADERS: Final = 200
+"""Fields of one request, trailers included."""
 HEAD_TIMEOUT_S: Final = 30.0
-_TOO_LARGE: Final = (
-    b"HTTP/1.1 431 Request Header Fields Too Large\r\nconnection: close\r\ncontent-length: 0\r\n\r\n"
-)
+
+
+class _HeadTooLargeError(Exception):
+    """Raised through the parser, which stops there."""
 
 
 class BoundedHeadProtocol(HttpToolsProtocol):
@@ -23,9 +36,13 @@ class BoundedHeadProtocol(HttpToolsProtocol):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self._in_head = True
-        self._message_ended = False
         self._head_bytes = 0
-        self._head_timer: asyncio.TimerHandle | None = None
+        self._too_large = False
+        self._progressed = False
+        self._unparsed_bytes = 0  # since the parser last had a whole head, a part of a body, or an end
+        self._upgrading = False
+        self._deaf = False  # nothing that still comes is read as HTTP
+        self._timer: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
@@ -36,33 +53,125 @@ class BoundedHeadProtocol(HttpToolsProtocol):
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
-        if self._in_head and self._head_timer is None:
-            self._start_timer()
-        self._message_ended = False
-        super().data_received(data)
-        # A read that ended a message does not count: it may be all body (reads are bounded, so the next one counts).
-        if not self._in_head or self._message_ended or self.transport.is_closing():
+        self._unset_keepalive_if_required()
+        if self._deaf or self.transport.is_closing():
             return
-        self._head_bytes += len(data)
-        if self._head_bytes > MAX_HEAD_BYTES:
-            self.transport.write(_TOO_LARGE)
-            self.transport.close()
+        if self._in_head and self._timer is None:
+            self._start_timer()
+        self._progressed = False
+        try:
+            self.parser.feed_data(data)
+        except httptools.HttpParserUpgrade as upgrade:
+            if self._upgrading:
+                self._read_as_plain(data[upgrade.args[0] :])
+            else:  # CONNECT
+                self._end_after_answer()
+        except httptools.HttpParserError:
+            self._refuse(431 if self._too_large else 400)
+        else:
+            # A read in which the parser got on does not count: it may be all body (and reads are bounded).
+            self._unparsed_bytes = 0 if self._progressed else self._unparsed_bytes + len(data)
+            if self._unparsed_bytes > MAX_HEAD_BYTES:
+                self._refuse(431)
+
+    def on_message_begin(self) -> None:
+        self._in_head = True
+        self._head_bytes = 0
+        super().on_message_begin()
+
+    def on_url(self, url: bytes) -> None:
+        self._count_head(len(url))
+        super().on_url(url)
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        self._count_head(len(name) + len(value) + 4)  # ": " and the line's end
+        super().on_header(name, value)
 
     def on_headers_complete(self) -> None:
         self._in_head = False
+        self._progressed = True
         self._stop_timer()
-        super().on_headers_complete()
+        self._upgrading = self.parser.should_upgrade() and self.parser.get_method() != b"CONNECT"
+        if not self._upgrading:
+            super().on_headers_complete()
+
+    def on_body(self, body: bytes) -> None:
+        self._progressed = True
+        super().on_body(body)
 
     def on_message_complete(self) -> None:
+        if self._upgrading:  # the parser leaves the body to the other protocol
+            return
         self._in_head = True
-        self._message_ended = True
-        self._head_bytes = 0
+        self._progressed = True
+        self._stop_timer()
         super().on_message_complete()
+        if (
+            self.cycle.response_complete
+        ):  # uvicorn's keep-alive timer ended when the rest of this message came
+            self._start_timer()
+
+    def on_response_complete(self) -> None:
+        super().on_response_complete()
+        if self.cycle.response_complete and not self._in_head and not self.transport.is_closing():
+            self._start_timer()  # answered before its body has come, which nobody reads
+
+    def _count_head(self, size: int) -> None:
+        self._head_bytes += size
+        if self._head_bytes > MAX_HEAD_BYTES or len(self.headers) >= MAX_HEADERS:
+            self._too_large = True
+            raise _HeadTooLargeError
+
+    def _read_as_plain(self, behind: bytes) -> None:
+        """Parse the request again without its wish for an upgrade. behind: what was read after its head."""
+        self._upgrading = False
+        version = self.parser.get_http_version().encode("ascii")
+        lines = [b"%s %s HTTP/%s" % (self.parser.get_method(), self.url, version)]
+        lines += [b"%s: %s" % field for field in self.headers if field[0] != b"upgrade"]
+        self.parser = httptools.HttpRequestParser(self)
+        self.parser.set_dangerous_leniencies(lenient_data_after_close=True)  # as uvicorn does
+        self.data_received(b"\r\n".join([*lines, b"", behind]))
+
+    def _refuse(self, status: int) -> None:
+        """Answer ``status`` and close; when an answer is due to a whole request before, close after that one."""
+        cycle = self.cycle
+        answering = cycle is not None and not cycle.response_complete
+        if answering and (self.pipeline or not cycle.more_body):
+            self._end_after_answer()
+            return
+        if not (answering and cycle.response_started):
+            self.transport.write(_refusal(status))
+        self.transport.close()
+
+    def _end_after_answer(self) -> None:
+        self._deaf = True
+        self._stop_timer()
+        self.cycle.keep_alive = False
+        if self.cycle.response_complete:
+            self.transport.close()
 
     def _start_timer(self) -> None:
-        self._head_timer = self.loop.call_later(HEAD_TIMEOUT_S, self.transport.close)
+        self._stop_timer()
+        self._timer = self.loop.call_later(HEAD_TIMEOUT_S, self._too_slow)
 
     def _stop_timer(self) -> None:
-        if self._head_timer is not None:
-            self._head_timer.cancel()
-            self._head_timer = None
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+
+    def _too_slow(self) -> None:
+        if self.cycle is None or self.cycle.response_complete:
+            self.transport.close()
+        else:
+            self._end_after_answer()
+
+
+def _refusal(status: int) -> bytes:
+    """A whole answer in the shape of our errors."""
+    code = "invalid_http" if status == HTTPStatus.BAD_REQUEST else "request_header_fields_too_large"
+    body = dump(plain_error(status, code))
+    head = (
+        f"HTTP/1.1 {status} {HTTPStatus(status).phrase}\r\ncontent-type: application/json\r\n"
+        f"content-length: {len(body)}\r\nconnection: close\r\n\r\n"
+    )
+    return head.encode("ascii") + body

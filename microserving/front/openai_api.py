@@ -42,13 +42,14 @@ from microserving.tokenizer import Tokenizer
 
 ModelT = TypeVar("ModelT", bound=WireModel)
 ResultT = TypeVar("ResultT")
-_INLINE_CHARS = 8192
-"""Texts that are longer together are tokenised on a worker thread, so that they do not hold up everybody's stream."""
+_INLINE_CHARS = 1024
+"""Texts that are longer together are tokenised on a worker thread, so that they do not hold up everybody's stream. Far
+below what the tokenizer does without holding the GIL: a chat template adds text of its own."""
 
 
 def parse_request(exchange: Exchange, model: type[ModelT], *, strict: bool) -> ModelT:
     """The exchange's body as a checked ``model``; ignored fields are named in the answer's headers (or refused)."""
-    body = parse_object(exchange.body)
+    body = parse_object(exchange.body, max_values=exchange.max_values)
     ignored = ignored_fields(model, body)
     if ignored and strict:
         refuse_ignored(ignored)
@@ -58,10 +59,13 @@ def parse_request(exchange: Exchange, model: type[ModelT], *, strict: bool) -> M
     return parsed
 
 
-async def tokenize(prompts: Sequence[Prompt], tokenizer: Tokenizer) -> list[list[int]]:
-    """Each prompt's ids, in the vocabulary and at least one. Raises InvalidRequest."""
+async def tokenize(prompts: Sequence[Prompt], tokenizer: Tokenizer, *, max_context: int) -> list[list[int]]:
+    """Each prompt's ids, in the vocabulary and at least one. A text that cannot fit the context is refused untouched.
+
+    Raises InvalidRequest, ContextLengthExceeded.
+    """
     size = sum(len(prompt) for prompt in prompts if isinstance(prompt, str))
-    return await _off_loop(size, lambda: [_token_ids(prompt, tokenizer) for prompt in prompts])
+    return await _off_loop(size, lambda: [_token_ids(prompt, tokenizer, max_context) for prompt in prompts])
 
 
 def check_model(name: str | None, served: ServedModel) -> str:
@@ -85,7 +89,7 @@ class OpenAIFront:
         fields = parse_request(exchange, CompletionRequest, strict=self._settings.strict_fields)
         model, tokenizer = await self._served(fields.model)
         check_vocabulary(fields, tokenizer.vocab_size)
-        prompts = await tokenize(fields.prompt, tokenizer)
+        prompts = await tokenize(fields.prompt, tokenizer, max_context=model.max_context)
         limits = [
             resolve_max_tokens(
                 fields.max_tokens,
@@ -104,7 +108,7 @@ class OpenAIFront:
         check_vocabulary(fields, tokenizer.vocab_size)
         messages = fields.template_messages()
         size = sum(len(message["content"]) for message in messages)
-        prompt = await _off_loop(size, lambda: tokenizer.encode_chat(messages))
+        prompt = await _off_loop(size, lambda: tokenizer.encode_chat(messages, max_context=model.max_context))
         if not prompt:
             raise InvalidRequest("the rendered chat is empty", param="messages")
         limit = resolve_max_tokens(
@@ -208,8 +212,8 @@ async def whole_answer(
     await exchange.reply(shape.answer([_joined(chunks) for chunks in pieces], prompt_tokens))
 
 
-def _token_ids(prompt: Prompt, tokenizer: Tokenizer) -> list[int]:
-    ids = tokenizer.encode(prompt) if isinstance(prompt, str) else prompt
+def _token_ids(prompt: Prompt, tokenizer: Tokenizer, max_context: int) -> list[int]:
+    ids = tokenizer.encode(prompt, max_context=max_context) if isinstance(prompt, str) else prompt
     if not ids:
         raise InvalidRequest("the prompt is empty", param="prompt")
     if max(ids) >= tokenizer.vocab_size:

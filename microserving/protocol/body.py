@@ -11,7 +11,7 @@ import json
 import math
 import re
 from collections.abc import Iterable
-from typing import Any, NoReturn, TypeVar
+from typing import Any, Final, NoReturn, TypeVar
 
 from pydantic import BaseModel, ConfigDict, ValidationError, model_validator
 from pydantic_core import PydanticCustomError
@@ -20,10 +20,16 @@ from microserving.errors import InvalidRequest
 
 MAX_DEPTH = 64
 """Nesting limit of a request body (arrays and objects)."""
+MAX_CONTAINERS = 16_384
+"""Limit of arrays and objects in a request body: more than the most messages, each with a text part, need."""
+MAX_KEYS = 32_768
+MAX_VALUES = 262_144
+"""Limit of commas, unless the caller allows more."""
 MAX_PARAM_CHARS = 100
 MAX_MESSAGE_CHARS = 200
 _MAX_IGNORED_NAMES = 16
 _UNSAFE = re.compile(r"[^A-Za-z0-9_.\-]")
+_NO_BRACKETS: Final = bytes(set(range(256)) - set(b"[]{}"))
 
 
 class WireModel(BaseModel):
@@ -42,14 +48,17 @@ class WireModel(BaseModel):
 ModelT = TypeVar("ModelT", bound=WireModel)
 
 
-def parse_object(body: bytes) -> dict[str, Any]:
+def parse_object(body: bytes, *, max_values: int = MAX_VALUES) -> dict[str, Any]:
     """The JSON object that ``body`` holds.
 
     Raises InvalidRequest for anything that is not one strict JSON object: invalid UTF-8, a byte order mark,
-    duplicate keys, NaN or numbers beyond float64, lone surrogates, nesting over ``MAX_DEPTH``, trailing text.
+    duplicate keys, NaN or numbers beyond float64, lone surrogates, trailing text. Before anything is parsed (which no
+    other thread can run beside) also for nesting over ``MAX_DEPTH``, more than ``MAX_CONTAINERS`` or ``MAX_KEYS``, and
+    more than ``max_values`` values.
     """
     if body.startswith(b"\xef\xbb\xbf"):
         raise InvalidRequest("the body starts with a byte order mark; send plain UTF-8")
+    _check_structure(body, max_values)
     try:
         value = json.loads(
             body.decode("utf-8"),
@@ -61,13 +70,10 @@ def parse_object(body: bytes) -> dict[str, Any]:
         raise InvalidRequest(f"the body is not valid UTF-8 (byte {error.start})") from None
     except json.JSONDecodeError as error:
         raise InvalidRequest(f"the body is not valid JSON: {error.msg} at character {error.pos}") from None
-    except RecursionError:
-        raise InvalidRequest(f"the body is nested deeper than {MAX_DEPTH} levels") from None
     except ValueError:
         raise InvalidRequest("the body holds a number with too many digits") from None
     if not isinstance(value, dict):
         raise InvalidRequest("the body must be a JSON object")
-    _check_depth(body, value)
     _check_surrogates(body, value)
     return value
 
@@ -131,20 +137,27 @@ def _finite_float(text: str) -> float:
     return value
 
 
-def _check_depth(body: bytes, value: Any) -> None:
-    if body.count(b"[") + body.count(b"{") <= MAX_DEPTH:
-        return
-    level = [value]
-    for _ in range(MAX_DEPTH):
-        level = [
-            child
-            for node in level
-            for child in (node.values() if isinstance(node, dict) else node)
-            if isinstance(child, (dict, list))
-        ]
-        if not level:
+def _check_structure(body: bytes, max_values: int) -> None:
+    """Count what a parser would build, in a few passes at memory speed. Exact up to the first error in the JSON."""
+    # Without escaped backslashes and quotes every second part between quotes lies outside all strings.
+    plain = body.replace(rb"\\", b"").replace(rb"\"", b"")
+    _at_most(plain.count(b'"'), 2 * (max_values + MAX_KEYS), "quotes")
+    outside = b"".join(plain.split(b'"')[::2])
+    _at_most(outside.count(b","), max_values, "values")
+    _at_most(outside.count(b":"), MAX_KEYS, "keys")
+    _at_most(outside.count(b"[") + outside.count(b"{"), MAX_CONTAINERS, "arrays and objects")
+    depth = 0
+    for bracket in outside.translate(None, _NO_BRACKETS):
+        depth += 1 if bracket in b"[{" else -1
+        if depth < 0:  # not JSON, and the parser will stop here
             return
-    raise InvalidRequest(f"the body is nested deeper than {MAX_DEPTH} levels")
+        if depth > MAX_DEPTH:
+            raise InvalidRequest(f"the body is nested deeper than {MAX_DEPTH} levels")
+
+
+def _at_most(count: int, limit: int, things: str) -> None:
+    if count > limit:
+        raise InvalidRequest(f"the body holds more than {limit} {things}")
 
 
 def _check_surrogates(body: bytes, value: Any) -> None:

@@ -12,7 +12,7 @@ from __future__ import annotations
 import re
 from typing import Annotated, Any, Final, Literal
 
-from pydantic import Field, PlainValidator, ValidationInfo, field_validator
+from pydantic import BeforeValidator, Field, PlainValidator, ValidationInfo, field_validator
 
 from microserving.protocol.body import WireModel, invalid
 from microserving.protocol.generation import SamplingParams, StopParams
@@ -40,6 +40,17 @@ PromptInput = str | list[str] | list[int] | list[list[int]]
 """OpenAI's four forms of `prompt`."""
 _ROLES: Final = ("system", "developer", "user", "assistant")
 _DECIMAL: Final = re.compile(r"0|[1-9][0-9]{0,9}")
+
+
+def _no_longer_than(limit: int) -> BeforeValidator:
+    """Checks a list's length before its items are looked at."""
+
+    def check(value: Any) -> Any:
+        if isinstance(value, list) and len(value) > limit:
+            raise invalid(f"at most {limit} items")
+        return value
+
+    return BeforeValidator(check)
 
 
 def _token_ids(value: list[Any]) -> list[int]:
@@ -74,10 +85,10 @@ def _prompts(value: Any) -> list[Prompt]:
 
 def _stops(value: Any) -> list[str]:
     stops = [value] if isinstance(value, str) else value
+    if isinstance(stops, list) and len(stops) > MAX_STOPS:
+        raise invalid(f"at most {MAX_STOPS} stop strings")
     if not isinstance(stops, list) or not all(isinstance(stop, str) for stop in stops):
         raise invalid("must be a string or a list of strings")
-    if len(stops) > MAX_STOPS:
-        raise invalid(f"at most {MAX_STOPS} stop strings")
     if not all(1 <= len(stop) <= MAX_STOP_CHARS for stop in stops):
         raise invalid(f"each stop string must have 1 to {MAX_STOP_CHARS} characters")
     return stops
@@ -144,9 +155,9 @@ class GenerationFields(WireModel):
     stop: Annotated[list[str], PlainValidator(_stops, json_schema_input_type=str | list[str])] = Field(
         default_factory=list
     )
-    stop_token_ids: list[Annotated[int, Field(ge=0, le=INT32_MAX)]] = Field(
-        default_factory=list, max_length=MAX_STOP_TOKEN_IDS
-    )
+    stop_token_ids: Annotated[
+        list[Annotated[int, Field(ge=0, le=INT32_MAX)]], _no_longer_than(MAX_STOP_TOKEN_IDS)
+    ] = Field(default_factory=list, max_length=MAX_STOP_TOKEN_IDS, fail_fast=True)
     ignore_eos: bool = False
     stream: bool = False
     stream_options: StreamOptions = StreamOptions()
@@ -265,7 +276,9 @@ Tools = Annotated[Any, PlainValidator(_tools, json_schema_input_type=list[Any])]
 class ChatCompletionRequest(GenerationFields):
     """`/v1/chat/completions`. Tools are refused unless `tool_choice` is "none" (they then have no effect)."""
 
-    messages: list[ChatMessage] = Field(min_length=1, max_length=MAX_MESSAGES)
+    messages: Annotated[list[ChatMessage], _no_longer_than(MAX_MESSAGES)] = Field(
+        min_length=1, max_length=MAX_MESSAGES, fail_fast=True
+    )
     max_completion_tokens: int | None = Field(None, ge=1, le=INT32_MAX)
     logprobs: Unsupported = None
     top_logprobs: Unsupported = None

@@ -162,4 +162,5 @@ class Verbs:
         return fields
 
     async def _prompt(self, fields: VerbRequest) -> list[int]:
-        return (await tokenize(fields.prompt, self._services.tokenizer))[0]
+        tokenizer, max_context = self._services.tokenizer, self._model.max_context
+        return (await tokenize(fields.prompt, tokenizer, max_context=max_context))[0]

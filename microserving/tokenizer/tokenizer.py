@@ -9,18 +9,22 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 from tokenizers import Tokenizer as Library
 
-from microserving.errors import InvalidRequest, ModelLoadError
+from microserving.errors import ContextLengthExceeded, InvalidRequest, ModelLoadError
 from microserving.tokenizer.chat_template import ChatTemplate, Messages, TemplateUnusableError
 from microserving.tokenizer.pieces import IncrementalDetokenizer, Pieces
+from microserving.tokenizer.text_bound import text_bound
 
 if TYPE_CHECKING:
     from microserving.model_files.resolved_model import ResolvedModel
 
 FORMAT_VERSION = 1
+_SHORT_CHARS: Final = 4096
+"""Up to here the library's plain ``encode`` is used, which holds the GIL. Longer texts go through its batch call, which
+does not, but may wait for the library's own threads."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,7 +44,10 @@ class TokenizerFacts:
 
 
 class Tokenizer:
-    """Thread-safe. ``chat_unavailable`` says why chat is off; None when there is a usable template."""
+    """Thread-safe. ``chat_unavailable`` says why chat is off; None when there is a usable template.
+
+    text_bytes_per_token: UTF-8 bytes of the longest text that one token stands for; None when that has no bound.
+    """
 
     def __init__(self, library: Library, facts: TokenizerFacts) -> None:
         """Raises ModelLoadError when the library's tokenizer has a decoder that is not understood."""
@@ -49,7 +56,10 @@ class Tokenizer:
         self._library = library
         self._facts = facts
         self._serialised = library.to_str()
-        self._pieces = Pieces(library, json.loads(self._serialised)["decoder"])
+        document = json.loads(self._serialised)
+        self._pieces = Pieces(library, document["decoder"])
+        self._text_bound = text_bound(document)
+        self.text_bytes_per_token = self._text_bound.bytes_per_token if self._text_bound else None
         self.chat_unavailable: str | None = None
         self._template = self._compile()
         vocabulary = library.get_vocab(with_added_tokens=True)
@@ -83,26 +93,42 @@ class Tokenizer:
         """Every id that ends a generation."""
         return frozenset(self._facts.eos_token_ids)
 
-    def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
+    def encode(
+        self, text: str, *, add_special_tokens: bool = True, max_context: int | None = None
+    ) -> list[int]:
         """Token ids of ``text``; the texts of special tokens become those tokens.
 
         add_special_tokens: put the model's prefix and suffix around it (a start token, say); a text that already
-        begins with that prefix does not get a second one. Raises InvalidRequest (``prompt``) for text that is not
-        valid Unicode.
+        begins with that prefix does not get a second one. max_context: a text that is certain to give more tokens is
+        refused before any work. Raises InvalidRequest (``prompt``) for text that is not valid Unicode,
+        ContextLengthExceeded (``prompt``).
         """
-        return self._encode(text, add_special_tokens, "prompt")
+        return self._encode(text, add_special_tokens, max_context, "prompt")
 
-    def _encode(self, text: str, add_special_tokens: bool, param: str) -> list[int]:
+    def _encode(self, text: str, add_special_tokens: bool, max_context: int | None, param: str) -> list[int]:
         try:
-            text.encode()
+            data = text.encode()
         except UnicodeEncodeError:
             raise InvalidRequest("the text holds half a surrogate pair", param=param) from None
-        ids: list[int] = self._library.encode(text, add_special_tokens=False).ids
+        bound = self._text_bound
+        if max_context is not None and bound is not None and not bound.may_fit(data, max_context):
+            raise ContextLengthExceeded(
+                f"the text has {len(data)} bytes, which no tokens of the context of {max_context} can hold",
+                param=param,
+            )
+        ids = self._library_ids(text)
         if not add_special_tokens:
             return ids
         prefix = self._facts.prefix_ids
         doubled = bool(prefix) and tuple(ids[: len(prefix)]) == prefix
         return [*(() if doubled else prefix), *ids, *self._facts.suffix_ids]
+
+    def _library_ids(self, text: str) -> list[int]:
+        if len(text) <= _SHORT_CHARS:
+            ids: list[int] = self._library.encode(text, add_special_tokens=False).ids
+        else:
+            ids = self._library.encode_batch_fast([text], add_special_tokens=False)[0].ids
+        return ids
 
     def decode(self, ids: Iterable[int], *, skip_special_tokens: bool = True) -> str:
         """The text of ``ids``; unknown ids give nothing, ill-formed bytes U+FFFD."""
@@ -122,11 +148,19 @@ class Tokenizer:
         return self._template.render(messages, tools=tools, add_generation_prompt=add_generation_prompt)
 
     def encode_chat(
-        self, messages: Messages, *, tools: Sequence[Any] | None = None, add_generation_prompt: bool = True
+        self,
+        messages: Messages,
+        *,
+        tools: Sequence[Any] | None = None,
+        add_generation_prompt: bool = True,
+        max_context: int | None = None,
     ) -> list[int]:
-        """Token ids of a chat: the model's start token exactly once, whether or not the template writes it."""
+        """Token ids of a chat: the model's start token exactly once, whether or not the template writes it.
+
+        max_context: as for ``encode``, of the rendered text; the ContextLengthExceeded names ``messages``.
+        """
         text = self.render_chat(messages, tools=tools, add_generation_prompt=add_generation_prompt)
-        ids = self._encode(text, False, "messages")
+        ids = self._encode(text, False, max_context, "messages")
         bos = self.bos_token_id
         starts = bos is not None and bos in self._facts.prefix_ids
         return [bos, *ids] if bos is not None and starts and ids[:1] != [bos] else ids

@@ -25,11 +25,14 @@ class ByteTokenizer:
     """Token id = UTF-8 byte."""
 
     vocab_size = 256
+    text_bytes_per_token = 1
 
-    def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
+    def encode(
+        self, text: str, *, add_special_tokens: bool = True, max_context: int | None = None
+    ) -> list[int]:
         return list(text.encode())
 
-    def encode_chat(self, messages: Sequence[dict[str, Any]]) -> list[int]:
+    def encode_chat(self, messages: Sequence[dict[str, Any]], *, max_context: int | None = None) -> list[int]:
         return self.encode("".join(f"{m['role']}:{m['content']};" for m in messages))
 
 

@@ -334,7 +334,7 @@ def test_prompts_that_are_long_together_are_tokenised_off_the_event_loop() -> No
     threads = set()
 
     class Recording(ByteTokenizer):
-        def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
+        def encode(self, text: str, **options: Any) -> list[int]:
             threads.add(threading.get_ident())
             return super().encode(text)
 
@@ -345,3 +345,21 @@ def test_prompts_that_are_long_together_are_tokenised_off_the_event_loop() -> No
     assert len(response.json()["choices"]) == 256
     assert threads
     assert threading.get_ident() not in threads
+
+
+@pytest.mark.parametrize(("path", "fields"), [("completions", {"prompt": "a"}), ("chat/completions", CHAT)])
+def test_the_tokenizer_is_told_what_can_fit(path: str, fields: dict[str, Any]) -> None:
+    told = []
+
+    class Recording(ByteTokenizer):
+        def encode(self, text: str, *, max_context: int | None = None, **options: Any) -> list[int]:
+            told.append(max_context)
+            return super().encode(text)
+
+        def encode_chat(self, messages: Any, *, max_context: int | None = None) -> list[int]:
+            return self.encode("a", max_context=max_context)
+
+    backend = ScriptedBackend()
+    backend.tokenizer = Recording()
+    assert call(create_front(backend), "POST", f"/v1/{path}", json=fields).status_code == 200
+    assert told == [64]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from microserving.front import FrontSettings, create_front
+from microserving.front.settings import MAX_TEXT_BODY_BYTES, MIN_BODY_BYTES
 
 from .fakes import ScriptedBackend, call
 
@@ -129,3 +130,25 @@ def test_the_body_limit_is_enforced_while_reading(declared: bool) -> None:
     assert response.headers["connection"] == "close"
     assert response.json()["error"]["code"] == "payload_too_large"
     assert sent <= 120
+
+
+@pytest.mark.case("SC-12")
+def test_the_body_limit_follows_from_the_model() -> None:
+    settings = FrontSettings()
+    assert settings.body_limits(64, 1).max_bytes == MIN_BODY_BYTES
+    assert settings.body_limits(8192, 81).max_bytes == 8192 * 81 * 3
+    assert settings.body_limits(131_072, 128).max_bytes == MAX_TEXT_BODY_BYTES
+    assert settings.body_limits(8192, None).max_bytes == MAX_TEXT_BODY_BYTES
+    assert settings.body_limits(0, None).max_bytes == MAX_TEXT_BODY_BYTES
+    million = settings.body_limits(2**20, 128)  # its prompt as ids: seven digits, a comma, a space each
+    assert million.max_bytes >= 9 * 2**20
+    assert million.max_values >= 2**20
+    assert FrontSettings(max_body_bytes=7).body_limits(8192, 81).max_bytes == 7
+
+
+def test_a_body_over_the_derived_limit_is_a_413() -> None:
+    app = create_front(ScriptedBackend())
+    small = b'{"prompt":"a","padding":"%s"}'
+    fits = small % (b"z" * (MIN_BODY_BYTES - len(small) + 2))
+    assert call(app, "POST", "/v1/completions", content=fits).status_code == 200
+    assert call(app, "POST", "/v1/completions", content=fits + b" ").status_code == 413

@@ -8,10 +8,15 @@ from collections.abc import Callable
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from pydantic import ValidationError
 
 from microserving.errors import InvalidRequest
+from microserving.protocol import body as body_module
 from microserving.protocol.body import (
+    MAX_CONTAINERS,
     MAX_DEPTH,
+    MAX_KEYS,
+    MAX_VALUES,
     header_value,
     ignored_fields,
     parse_object,
@@ -138,3 +143,82 @@ def test_an_error_names_the_path_and_never_repeats_the_value() -> None:
         validate(CompletionRequest, {"prompt": "a", "logit_bias": {secret: 1}})
     assert secret not in caught.value.message
     assert len(json.dumps(caught.value.message)) < 400
+
+
+TOO_MUCH = {
+    "values": b'{"x":[' + b"1," * (MAX_VALUES + 1) + b"1]}",
+    "lists": b'{"x":[' + b"[]," * MAX_CONTAINERS + b"[]]}",
+    "objects": b'{"x":[' + b"{}," * MAX_CONTAINERS + b"{}]}",
+    "keys": b"{" + b",".join(b'"%d":1' % i for i in range(MAX_KEYS + 1)) + b"}",
+    "strings": b'{"x":[' + b'"",' * (MAX_VALUES + MAX_KEYS) + b'""]}',
+    "depth": nested(MAX_DEPTH + 1),
+    "open brackets": b'{"x":' + b"[" * 1_000_000,
+    "quotes": b'"' * 1_000_001,
+}
+
+
+@pytest.mark.case("SC-12")
+@pytest.mark.parametrize("name", TOO_MUCH)
+def test_what_would_take_long_to_parse_is_not_parsed(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def parse(*_: object, **__: object) -> None:
+        raise AssertionError("it was parsed")
+
+    monkeypatch.setattr(body_module.json, "loads", parse)
+    with pytest.raises(InvalidRequest, match=r"more than|deeper than"):
+        parse_object(TOO_MUCH[name])
+
+
+def test_a_caller_may_allow_more_values() -> None:
+    assert len(parse_object(TOO_MUCH["values"], max_values=MAX_VALUES + 1)["x"]) == MAX_VALUES + 2
+
+
+def test_what_strings_hold_is_not_counted() -> None:
+    text = '[{"a":1},\\"' * 100_000 + "\\"
+    assert parse_object(json.dumps({text: text}).encode()) == {text: text}
+
+
+def commas(value: object) -> int:
+    items = list(value.values()) if isinstance(value, dict) else value if isinstance(value, list) else []
+    return max(len(items) - 1, 0) + sum(map(commas, items))
+
+
+TRICKY = st.text('[]{},:"\\a', max_size=6)
+TRICKY_JSON = st.recursive(
+    TRICKY | st.integers(),
+    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(TRICKY, inner, max_size=4),
+    max_leaves=12,
+)
+
+
+@given(st.dictionaries(TRICKY, TRICKY_JSON, max_size=4))
+def test_the_count_of_values_is_exact(value: dict[str, object]) -> None:
+    body, count = json.dumps(value).encode(), commas(value)
+    assert parse_object(body, max_values=count) == value
+    if count:
+        with pytest.raises(InvalidRequest, match="values"):
+            parse_object(body, max_values=count - 1)
+
+
+@pytest.mark.parametrize(
+    ("model", "name", "value", "param"),
+    [
+        (CompletionRequest, "stop_token_ids", ["x"] * 300, "stop_token_ids"),
+        (CompletionRequest, "stop_token_ids", ["x"] * 200, "stop_token_ids.0"),
+        (CompletionRequest, "stop", [1] * 300, "stop"),
+        (ChatCompletionRequest, "messages", [{}] * 5000, "messages"),
+        (ChatCompletionRequest, "messages", [{}] * 4000, "messages.0.role"),
+    ],
+)
+def test_long_lists_are_refused_at_their_length_or_first_fault(
+    model: type[CompletionRequest], name: str, value: object, param: str
+) -> None:
+    error = refusal(lambda: validate(model, {"prompt": "a", name: value}))
+    assert error is not None
+    assert error.param == param
+    assert ("at most" in error.message) == (param == name)
+
+
+def test_one_fault_of_a_list_is_collected() -> None:
+    with pytest.raises(ValidationError) as caught:
+        ChatCompletionRequest.model_validate({"messages": [{"role": "user", "content": 1}] * 4000})
+    assert caught.value.error_count() == 1

@@ -39,13 +39,16 @@ class ByteTokenizer:
     """Token id = Latin-1 code. Nothing ends a generation by itself."""
 
     vocab_size = 256
+    text_bytes_per_token = 1
     eos_token_ids: frozenset[int] = frozenset()
     chat_unavailable: str | None = None
 
-    def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
+    def encode(
+        self, text: str, *, add_special_tokens: bool = True, max_context: int | None = None
+    ) -> list[int]:
         return list(text.encode("latin-1"))
 
-    def encode_chat(self, messages: Sequence[dict[str, Any]]) -> list[int]:
+    def encode_chat(self, messages: Sequence[dict[str, Any]], *, max_context: int | None = None) -> list[int]:
         return self.encode("".join(f"{m['role']}:{m['content']};" for m in messages))
 
     def detokenizer(self) -> ByteDetokenizer:
