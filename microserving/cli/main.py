@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 import importlib
 import os
+import signal
 import sys
 import traceback
 from collections.abc import Sequence
@@ -100,6 +101,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         options = build_parser().parse_args(arguments)
         options.verbose = getattr(options, "verbose", False)
+        if signal.getsignal(signal.SIGINT) is signal.SIG_DFL:  # as ``__main__`` left it; now there is a wall
+            signal.signal(signal.SIGINT, signal.default_int_handler)
         return int(options.run(options) or 0)
     except MicroservingError as error:
         return _fail(error.message, debug)

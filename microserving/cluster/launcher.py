@@ -11,9 +11,10 @@ import json
 import os
 import shlex
 import signal
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 from microserving.cluster.command_line import to_flags
@@ -89,8 +90,9 @@ class Launcher:
             supervisor = self._new_supervisor(directory)
             async with supervisor:
                 await self._start(supervisor, topology)
-                with self._announced(supervisor, topology, directory):
-                    supervisor.keep()
+                state = partial(_ready_state, supervisor, topology, directory)
+                with self._announced(topology, state):
+                    supervisor.keep(partial(self._rewrite, state))
                     await asyncio.Event().wait()  # until cancelled
 
     def kill(self) -> None:
@@ -147,11 +149,11 @@ class Launcher:
         return ProcessSpec("router", self._commands.router(node), ready=node.address)
 
     @contextmanager
-    def _announced(self, supervisor: Supervisor, topology: Topology, directory: Path) -> Iterator[None]:
+    def _announced(self, topology: Topology, state: Callable[[], dict[str, object]]) -> Iterator[None]:
         """Tell the user, and the ready file, where the cluster is; take the file away at the end."""
         ready_file = self._options.ready_file
         if ready_file is not None:
-            _write_whole(ready_file, json.dumps(_ready_state(supervisor, topology, directory), indent=1))
+            _write_whole(ready_file, json.dumps(state(), indent=1))
         try:
             for line in welcome(topology):
                 self._console.line(line)
@@ -159,6 +161,15 @@ class Launcher:
         finally:
             if ready_file is not None:
                 ready_file.unlink(missing_ok=True)
+
+    def _rewrite(self, state: Callable[[], dict[str, object]]) -> None:
+        """A process was started again: the ready file has another pid. The cluster goes on without it if need be."""
+        if self._options.ready_file is None:
+            return
+        try:
+            _write_whole(self._options.ready_file, json.dumps(state(), indent=1))
+        except StartupError as error:
+            self._console.line(error.message)
 
 
 def run_cluster(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from types import TracebackType
 
@@ -35,6 +35,7 @@ class Supervisor:
         self._last_started: frozenset[str] = frozenset()
         self._keepers: set[asyncio.Task[None]] = set()
         self._lifeline: tuple[int, int] = (-1, -1)
+        self._on_restart: Callable[[], None] = _nothing
 
     async def __aenter__(self) -> Supervisor:
         self._lifeline = os.pipe()
@@ -76,8 +77,9 @@ class Supervisor:
             for task in waiting:
                 task.cancel()
 
-    def keep(self) -> None:
-        """From now on restart every process that ends."""
+    def keep(self, on_restart: Callable[[], None]) -> None:
+        """From now on restart every process that ends. on_restart: called when ``pids`` has changed; never raises."""
+        self._on_restart = on_restart
         for child in self._children.values():
             task = asyncio.create_task(self._keep(child), name=f"keep-{child.spec.name}")
             self._keepers.add(task)
@@ -115,6 +117,7 @@ class Supervisor:
     async def _restart(self, child: Child) -> None:
         try:
             await child.start()
+            self._on_restart()
             await child.wait_ready(self._start_timeout_s)
         except StartupError:
             child.kill()  # one that hangs; ``_keep`` reports how it ended
@@ -145,3 +148,7 @@ def _terminate(children: Iterable[Child]) -> set[asyncio.Future[int]]:
         child.terminate()
         ends.add(asyncio.ensure_future(child.wait()))
     return ends
+
+
+def _nothing() -> None:
+    """The listener when nobody listens."""

@@ -301,6 +301,7 @@ def test_what_dies_later_is_started_again(launch: Launch, name: str) -> None:
         os.kill(run.pid_of[name], signal.SIGKILL)
         run.wait_for(f"{name} was killed by SIGKILL; starting it again in {delay} s")
         run.wait_for(f"{name}: ready again")
+        assert run.ready_state()["pids"] == {child: run.pid_of[child] for child in (*ENGINES, "router")}
     assert run.pid_of[name] != first
     assert run.stop() == 0
     run.assert_nothing_left()
