@@ -181,6 +181,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )  # the batch's contexts do not overlap
     machine = measure_machine(threads)
     print(f"{model.name}, threads {threads}, activations {bench.activations}, load average before {load:.1f}")
+    if load > 0.5:
+        print(
+            "the machine is busy: llama.cpp's threads spin until all are done, and suffer from neighbours more than ours"
+        )
     print_limits(model, machine)
     sides: dict[str, Callable[[Column], float]] = {
         OURS: lambda column: our_speed(bench, column),
