@@ -111,7 +111,9 @@ class SharedMemoryConnection(Connection):
                     return _failed(LeaseError("the reservation is not being written here"))
                 self._writing[lease.lease_id] = None
                 return self._ask(Op.FINISH, lease.lease_id, flag=ok)
-        self._done_with(lease.lease_id)
+            idle = self._done_with(lease.lease_id)
+        if idle:
+            self._loop.post(self._drop)
         return _failed(TransferFailed(why))
 
     def close(self) -> None:
@@ -145,12 +147,10 @@ class SharedMemoryConnection(Connection):
         self._transmit(encode_frame(Frame(op, number, lease_id, flag, request_id)))
         return question.answer
 
-    def _done_with(self, lease_id: int) -> None:
-        with self._lock:
-            self._writing.pop(lease_id, None)
-            close = self._retired and not self._writing
-        if close:
-            self._loop.post(self._drop)
+    def _done_with(self, lease_id: int) -> bool:
+        """Whether the link is to be closed now. Under the lock."""
+        self._writing.pop(lease_id, None)
+        return self._retired and not self._writing
 
     def _transmit(self, frame: bytes) -> None:
         """Send, or leave it to the loop when the receiver's queue is full. Under the lock; never waits."""
@@ -236,11 +236,13 @@ class SharedMemoryConnection(Connection):
                 on_stop(LeaseError("the reservation has ended"))
             return
         with self._lock:
-            question = self._waiting.pop(frame.number, None)
-        if question is None or frame.op is not Op.REPLY:
-            raise FrameError("not an answer")
-        if question.op is Op.FINISH or not frame.flag:
-            self._done_with(question.lease_id)
+            question = self._waiting.pop(frame.number, None) if frame.op is Op.REPLY else None
+            if question is None:
+                raise FrameError("not an answer")
+            over = question.op is Op.FINISH or not frame.flag
+            idle = over and self._done_with(question.lease_id)
+        if idle:
+            self._drop()
         if frame.flag:
             question.answer.set_result(None)
         elif question.op is Op.BEGIN:
