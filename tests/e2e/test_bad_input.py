@@ -103,12 +103,13 @@ def test_bad_descriptors(http: httpx.Client, cluster: Cluster) -> None:
         "@@@@",
         "AAAA",
         base64.b64encode(b"{}").decode(),
-        "x" * 10_000_000,
+        "x" * 500_000,
         5,
         None,
         metadata[:-4],
     ):
         refused(remote_send(http, cluster, garbage), 400, "kv_addr_info")
+    refused(remote_send(http, cluster, "x" * 10_000_000), 413)
     for changes in (
         {"hmac": None},
         {"hmac": "0" * 64},
