@@ -66,6 +66,24 @@ def abort(http: httpx.Client, cluster: Cluster, request_id: str) -> None:
         assert http.post(f"{url}/microserving/abort", json={"request_id": request_id}).status_code == 200
 
 
+@pytest.fixture(autouse=True)
+def nothing_left_behind(http: httpx.Client, cluster: Cluster, still_right: None) -> Iterator[None]:
+    """A test that failed half-way does not make the next ones fail."""
+    yield
+    for request_id in (
+        "bad-end",
+        "window",
+        "twice",
+        "victim",
+        "ranges",
+        "early",
+        "bad-prompt",
+        "long",
+        "model",
+    ):
+        abort(http, cluster, request_id)
+
+
 @pytest.mark.parametrize("end", [LENGTH + 1, 400, -LENGTH - 1, 2**31, 2**63, 2**64, "3", 1.5, True, [1]])
 def test_prep_recv_bad_end(end: object, http: httpx.Client, cluster: Cluster) -> None:
     refused(prep_recv(http, cluster, "bad-end", end=end), 400, "end")
