@@ -103,7 +103,7 @@ def test_rope_rotates_halves(head_dim: int) -> None:
         positions = np.random.default_rng(count).integers(0, 5000, count).astype(np.int32)
         qkv = normal(count, heads + 2 * kv_heads, head_dim)
         outs = [tensor(np.full((count, n, head_dim), np.nan)) for n in (heads, kv_heads, kv_heads)]
-        kernel(tensor(qkv), tensor(table.rows(positions)), *outs)
+        kernel(tensor(qkv.reshape(count, -1)), tensor(table.rows(positions)), *outs)
         half = head_dim // 2
         angle = positions[:, None, None] * 10000.0 ** (-np.arange(half) * 2 / head_dim)
         turned = (qkv[..., :half] + 1j * qkv[..., half:].astype(np.float64)) * np.exp(1j * angle)

@@ -209,19 +209,19 @@ def _merge(span, i, state, r, dims, factors):  # type: ignore[no-untyped-def]
 
 @T.inline
 def _finish(state, r, out, row, head, dims):  # type: ignore[no-untyped-def]
-    """out[row, head] = the output of row r, divided by the sum of its 16 lanes."""
+    """The head's part of out[row] = the output of row r, divided by the sum of its 16 lanes."""
     whole: T.let[T.float32] = lane_sum(state[r, _lanes(dims)])
     for c in T.unroll(dims):
-        out[row, head, _lanes(c)] = state[r, _lanes(c)] / splat(whole)
+        out[row, T.ramp((head * dims + c) * LANES, 1, LANES)] = state[r, _lanes(c)] / splat(whole)
 
 
 @functools.lru_cache
 def prefill_kernel(shape: AttentionShape, isa: Isa) -> tirx.PrimFunc:
     """f(q, pool, layer, table, tasks, thread_tasks, out): attention of the rows that a ``PrefillPlan`` names.
 
-    q, out: float32 [rows, num_heads, head_dim]; pool: the KV layout's shape, K/V of the rows already in it; layer: int64;
-    table: int32 [sequences, max_pages], entries behind a sequence's end are never read. Rows of out that no task names
-    stay as they are.
+    q: float32 [rows, num_heads, head_dim]; out: float32 [rows, num_heads * head_dim]; pool: the KV layout's shape, K/V
+    of the rows already in it; layer: int64; table: int32 [sequences, max_pages], entries behind a sequence's end are never
+    read. Rows of out that no task names stay as they are.
     """
     H, HK, D, PS, G = shape.num_heads, shape.kv_heads, shape.head_dim, shape.page_size, shape.group
     dtype = shape.kv_dtype
@@ -275,7 +275,7 @@ def prefill_kernel(shape: AttentionShape, isa: Isa) -> tirx.PrimFunc:
         table = T.match_buffer(table_handle, (sequences, max_pages), "int32")
         tasks = T.match_buffer(tasks_handle, (num_tasks, TASK_FIELDS), "int32")
         thread_tasks = T.match_buffer(thread_tasks_handle, (threads,), "int32")
-        out = T.match_buffer(out_handle, (n, H, D), "float32")
+        out = T.match_buffer(out_handle, (n, H * D), "float32")
         if num_tasks > T.int64(0):
             for thread in T.parallel(threads - T.int64(1)):
                 with T.sblock("thread"):  # makes the scratch private to the thread
@@ -397,7 +397,7 @@ def decode_kernel(shape: AttentionShape, isa: Isa) -> tirx.PrimFunc:
         thread_tasks = T.match_buffer(thread_tasks_handle, (threads,), "int32")
         merges = T.match_buffer(merges_handle, (num_merges, 4), "int32")
         workspace = T.match_buffer(workspace_handle, (slots, G, WIDTH), "float32")
-        out = T.match_buffer(out_handle, (n, H, D), "float32")
+        out = T.match_buffer(out_handle, (n, H * D), "float32")
         # the workspace with one index for both: slot * G + g
         states = T.decl_buffer((slots * T.int64(G), WIDTH), "float32", data=workspace.data)
         if num_tasks > T.int64(0):

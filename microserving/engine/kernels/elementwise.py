@@ -279,8 +279,9 @@ def silu_mul_kernel(size: int) -> tirx.PrimFunc:
 
 @functools.lru_cache(maxsize=64)
 def rope_kernel(heads: int, kv_heads: int, head_dim: int) -> tirx.PrimFunc:
-    """f(qkv [n, heads + 2 * kv_heads, head_dim], angles [n, head_dim], q, k, v), float32: split, and rotate q and k.
+    """f(qkv [n, (heads + 2 * kv_heads) * head_dim], angles [n, head_dim], q, k, v), float32: split, and rotate q and k.
 
+    q: [n, heads, head_dim]; k, v: [n, kv_heads, head_dim].
     angles: cosines, then sines, of head_dim / 2 frequencies. NeoX order: element i pairs with i + head_dim / 2.
     """
     half = head_dim // 2
@@ -298,27 +299,27 @@ def rope_kernel(heads: int, kv_heads: int, head_dim: int) -> tirx.PrimFunc:
         return tirx.Ramp(start, 1, lanes) if lanes > 1 else start
 
     @T.inline
-    def rotate(x, angles, i, source, out, head):  # type: ignore[no-untyped-def]
+    def rotate(x, angles, i, start, out, head):  # type: ignore[no-untyped-def]
         for c in T.serial(half // lanes):
             out[i, head, part(c * lanes)] = multiply_add(
-                x[i, source, part(half + c * lanes)] * minus_one(),
+                x[i, part(start + half + c * lanes)] * minus_one(),
                 angles[i, part(half + c * lanes)],
-                x[i, source, part(c * lanes)] * angles[i, part(c * lanes)],
+                x[i, part(start + c * lanes)] * angles[i, part(c * lanes)],
             )
             out[i, head, part(half + c * lanes)] = multiply_add(
-                x[i, source, part(c * lanes)],
+                x[i, part(start + c * lanes)],
                 angles[i, part(half + c * lanes)],
-                x[i, source, part(half + c * lanes)] * angles[i, part(c * lanes)],
+                x[i, part(start + half + c * lanes)] * angles[i, part(c * lanes)],
             )
 
     @T.inline
     def row(x, angles, q, k, v, i):  # type: ignore[no-untyped-def]
         for h in T.serial(heads):
-            rotate(x, angles, i, h, q, h)
+            rotate(x, angles, i, h * head_dim, q, h)
         for h in T.serial(kv_heads):
-            rotate(x, angles, i, heads + h, k, h)
+            rotate(x, angles, i, (heads + h) * head_dim, k, h)
             for c in T.serial(head_dim // lanes):
-                v[i, h, part(c * lanes)] = x[i, heads + kv_heads + h, part(c * lanes)]
+                v[i, h, part(c * lanes)] = x[i, part((heads + kv_heads + h) * head_dim + c * lanes)]
 
     @T.prim_func(s_tir=True, private=True)
     def rope(
@@ -330,7 +331,7 @@ def rope_kernel(heads: int, kv_heads: int, head_dim: int) -> tirx.PrimFunc:
     ) -> None:
         T.func_attr({"tirx.noalias": True, "tirx.is_scheduled": True})
         n = T.int64()
-        x = T.match_buffer(x_handle, (n, heads + 2 * kv_heads, head_dim), "float32")
+        x = T.match_buffer(x_handle, (n, (heads + 2 * kv_heads) * head_dim), "float32")
         angles = T.match_buffer(angles_handle, (n, head_dim), "float32")
         q = T.match_buffer(q_handle, (n, heads, head_dim), "float32")
         k = T.match_buffer(k_handle, (n, kv_heads, head_dim), "float32")

@@ -6,7 +6,7 @@ Owns: the signature of a step in the graph. Does not know an architecture, files
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import tvm
@@ -57,9 +57,57 @@ class StepModel(Protocol):
     def export_tvm(self, spec: Any) -> tuple[tvm.IRModule, list[tuple[str, Any]]]: ...
 
 
+class Scratch:
+    """The tensors between the kernels of a step: the first layer makes them, the layers after it write them again.
+
+    Making a tensor costs the VM more than a small kernel takes. What a kernel made is overwritten by the next kernel that
+    has the same name and gives the same shapes, so it must have been read by then; what layers hand on lives elsewhere.
+    """
+
+    def __init__(self) -> None:
+        self._made: dict[str, list[Any]] = {}
+
+    def call(self, kernel: tirx.PrimFunc, name: str, args: Sequence[Any], *outputs: Any) -> list[Any]:
+        """What ``kernel`` writes. outputs: placeholders."""
+        key = _key(name, outputs)
+        made = self._made.get(key)
+        found = (
+            _listed(call(kernel, name, args, outputs)) if made is None else _again(kernel, name, args, made)
+        )
+        self._made[key] = found
+        return found
+
+    def call_inplace(
+        self, kernel: tirx.PrimFunc, name: str, args: Sequence[Any], index: int, *outputs: Any
+    ) -> list[Any]:
+        """args[index], which ``kernel`` changes, then what it writes."""
+        key, changed = _key(name, outputs), args[index]
+        made = self._made.get(key)
+        if made is None:
+            changed, *found = call_inplace(kernel, name, args, index, *outputs)
+        else:
+            found = _again(kernel, name, args, made)
+        self._made[key] = found
+        return [changed, *found]
+
+
+def _key(name: str, outputs: Sequence[Any]) -> str:
+    return f"{name} {[(*map(str, output.shape), output.dtype) for output in outputs]}"
+
+
+def _listed(outputs: Any) -> list[Any]:
+    return [outputs] if isinstance(outputs, nn.Tensor) else list(outputs)
+
+
+def _again(kernel: tirx.PrimFunc, name: str, args: Sequence[Any], made: Sequence[Any]) -> list[Any]:
+    """Overwrites ``made``. Only its last tensor counts as a result in the graph: a tuple of them would cost more."""
+    last = call_inplace(kernel, name, [*args, *made], len(args) + len(made) - 1)
+    return [*made[:-1], last]
+
+
 @dataclass(frozen=True)
 class StepInputs:
-    """The arguments of a step that layers share. Row i is token i of the step.
+    """The arguments of a step that layers share, and their scratch. Row i is token i of the step.
 
     angles: float32 [n, head_dim]; slots: int32 [n]; table: int32 [b, max_pages]; the rest: an ``AttentionPlan``.
     """
@@ -73,6 +121,7 @@ class StepInputs:
     decode_threads: Any
     merges: Any
     workspace: Any
+    scratch: Scratch = field(default_factory=Scratch)
 
 
 def step_signature(spec: ModelSpec) -> dict[str, Any]:
@@ -124,6 +173,7 @@ def export(model: StepModel, spec: ModelSpec) -> tuple[tvm.IRModule, list[str]]:
 
 def call(kernel: tirx.PrimFunc, name: str, args: Sequence[Any], out: Any) -> Any:
     """One kernel that makes new tensors; ``out``: a placeholder or a list of them."""
+    out = list(out) if isinstance(out, tuple) else out
     return nn.op.tensor_ir_op(kernel.without_attr("global_symbol"), name, list(args), out)
 
 
@@ -168,20 +218,22 @@ class Matrix(nn.Module):  # type: ignore[misc]
         self.takes_int8 = spec.layout.activations == "int8" and self.shape.kind in CODE_BITS
         self.tiles = nn.Parameter(self.shape.tiles, "uint8")
 
-    def forward(self, x: Any) -> Any:
+    def forward(self, x: Any, scratch: Scratch) -> Any:
         """x: float32 [n, columns], or QuantisedRows when takes_int8."""
         shape, out = self.shape, new([x.shape[0], self.shape.rows])
         name = f"matmul_{shape.kind}_{shape.rows}_{shape.columns}"
         if not self.takes_int8:
-            return call(matmul_kernel(shape, self.isa), name, [x, self.tiles], out)
+            return scratch.call(matmul_kernel(shape, self.isa), name, [x, self.tiles], out)[0]
         if not isinstance(x, QuantisedRows):
-            x = self.quantised_by(quantise_kernel(shape.columns, shape.kind), "quantise", [x])
+            x = self.quantised_by(quantise_kernel(shape.columns, shape.kind), "quantise", [x], scratch)
         kernel = matmul_int8_kernel(shape, self.isa)
-        return call(kernel, f"{name}_int8", [x.codes, x.scales, self.tiles], out)
+        return scratch.call(kernel, f"{name}_int8", [x.codes, x.scales, self.tiles], out)[0]
 
-    def quantised_by(self, kernel: tirx.PrimFunc, name: str, args: Sequence[Any]) -> QuantisedRows:
+    def quantised_by(
+        self, kernel: tirx.PrimFunc, name: str, args: Sequence[Any], scratch: Scratch
+    ) -> QuantisedRows:
         """The rows for this weight that ``kernel``, which gives codes and scales, makes of ``args``."""
-        return QuantisedRows(*call(kernel, name, args, self.quantised_outputs(args[0].shape[0])))
+        return QuantisedRows(*scratch.call(kernel, name, args, *self.quantised_outputs(args[0].shape[0])))
 
     def quantised_outputs(self, n: Any) -> list[Any]:
         """Placeholders of the codes and scales of n rows."""
@@ -226,13 +278,13 @@ class KVWriter:
 
 
 def attention(spec: ModelSpec, q: Any, pool: Any, layer: int, step: StepInputs) -> Any:
-    """Causal attention of all rows over the paged pool: float32 [n, num_heads, head_dim]."""
+    """Causal attention of all rows over the paged pool: float32 [n, num_heads * head_dim]."""
     shape, index = spec.attention, tirx.IntImm("int64", layer)
-    out = call(
+    (out,) = step.scratch.call(
         prefill_kernel(shape, spec.isa),
         "prefill_attention",
         [q, pool, index, step.table, step.prefill_tasks, step.prefill_threads],
-        _like(q),
+        new([q.shape[0], shape.num_heads * shape.head_dim]),
     )
     plan = [step.decode_tasks, step.decode_threads, step.merges, step.workspace]
     return call_inplace(

@@ -24,10 +24,10 @@ from microserving.engine.models.base import (
     ModelSpec,
     Parameters,
     QuantisedRows,
+    Scratch,
     StepInputs,
     attention,
     call,
-    call_inplace,
     new,
 )
 from microserving.model_files import ModelConfig
@@ -68,33 +68,36 @@ class LlamaLayer(nn.Module):  # type: ignore[misc]
 
     def forward(self, x: Any, delta: Any, step: StepInputs, kv: KVWriter) -> tuple[Any, Any]:
         config = self.spec.config
-        x, normed = _add_norm(config, x, delta, self.attention_norm, self.qkv)
-        x, normed = _add_norm(config, x, self.attend(normed, step, kv), self.mlp_norm, self.gate_up)
-        delta = self.mlp(normed)
+        x, normed = _add_norm(config, x, delta, self.attention_norm, self.qkv, step.scratch)
+        delta = self.attend(normed, step, kv)
+        x, normed = _add_norm(config, x, delta, self.mlp_norm, self.gate_up, step.scratch)
+        delta = self.mlp(normed, step.scratch)
         kv.layer_end(self.layer)
         return x, delta
 
     def attend(self, x: Any, step: StepInputs, kv: KVWriter) -> Any:
         config, n = self.spec.config, x.shape[0]
         heads, kv_heads, dim = config.num_heads, config.num_kv_heads, config.head_dim
-        qkv = nn.op.reshape(self.project(x), (n, heads + 2 * kv_heads, dim))
+        qkv = self.project(x, step.scratch)
         parts = [new([n, heads, dim]), new([n, kv_heads, dim]), new([n, kv_heads, dim])]
-        q, k, v = call(rope_kernel(heads, kv_heads, dim), "rope", [qkv, step.angles], parts)
+        q, k, v = step.scratch.call(rope_kernel(heads, kv_heads, dim), "rope", [qkv, step.angles], *parts)
         kv.write(k, v, self.layer)
         out = attention(self.spec, q, kv.pool, self.layer, step)
-        return self.output(nn.op.reshape(out, (n, heads * dim)))
+        return self.output(out, step.scratch)
 
-    def project(self, x: Any) -> Any:
+    def project(self, x: Any, scratch: Scratch) -> Any:
         """q, k and v of each row side by side, before rope; architectures that differ there override this."""
-        return self.qkv(x)
+        return self.qkv(x, scratch)
 
-    def mlp(self, x: Any) -> Any:
+    def mlp(self, x: Any, scratch: Scratch) -> Any:
         size = self.spec.config.intermediate_size
-        gate_up = self.gate_up(x)
+        gate_up = self.gate_up(x, scratch)
         if self.down.takes_int8:
             kernel = silu_mul_quantise_kernel(size, self.down.shape.kind)
-            return self.down(self.down.quantised_by(kernel, "silu_mul_quantise", [gate_up]))
-        return self.down(call(silu_mul_kernel(size), "silu_mul", [gate_up], new([x.shape[0], size])))
+            rows = self.down.quantised_by(kernel, "silu_mul_quantise", [gate_up], scratch)
+            return self.down(rows, scratch)
+        (gated,) = scratch.call(silu_mul_kernel(size), "silu_mul", [gate_up], new([x.shape[0], size]))
+        return self.down(gated, scratch)
 
 
 class LlamaModel(nn.Module):  # type: ignore[misc]
@@ -196,10 +199,12 @@ class LlamaModel(nn.Module):  # type: ignore[misc]
         kernel = last_norm_kernel(config.hidden_size, config.rms_norm_eps)
         out = new([logit_rows.shape[0], config.hidden_size])
         rows = call(kernel, "last_norm", [x, delta, logit_rows, self.last_norm], out)
-        return self.embedding(rows) if config.tie_word_embeddings else self.head(rows)
+        return (self.embedding if config.tie_word_embeddings else self.head)(rows, inputs.scratch)
 
 
-def _add_norm(config: ModelConfig, x: Any, delta: Any | None, weight: Any, reader: Matrix) -> tuple[Any, Any]:
+def _add_norm(
+    config: ModelConfig, x: Any, delta: Any | None, weight: Any, reader: Matrix, scratch: Scratch
+) -> tuple[Any, Any]:
     """(x + delta, its RMSNorm, quantised when ``reader`` takes it so); x is changed in place."""
     size, eps = config.hidden_size, config.rms_norm_eps
     if delta is None:
@@ -207,8 +212,8 @@ def _add_norm(config: ModelConfig, x: Any, delta: Any | None, weight: Any, reade
     if reader.takes_int8:
         kernel = add_norm_quantise_kernel(size, eps, reader.shape.kind)
         outputs = reader.quantised_outputs(x.shape[0])
-        x, *rows = call_inplace(kernel, "add_norm_quantise", [x, delta, weight], 0, *outputs)
+        x, *rows = scratch.call_inplace(kernel, "add_norm_quantise", [x, delta, weight], 0, *outputs)
         return x, QuantisedRows(*rows)
     kernel = add_rms_norm_kernel(size, eps)
-    x, normed = call_inplace(kernel, "add_rms_norm", [x, delta, weight], 0, new(x.shape))
+    x, normed = scratch.call_inplace(kernel, "add_rms_norm", [x, delta, weight], 0, new(x.shape))
     return x, normed

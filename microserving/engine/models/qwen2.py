@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 from tvm.relax.frontend import nn
 
 from microserving.engine.kernels.projection import bias_kernel
-from microserving.engine.models.base import ModelSpec, call_inplace
+from microserving.engine.models.base import ModelSpec, Scratch, call_inplace
 from microserving.engine.models.llama import LlamaLayer, LlamaModel
 
 
@@ -22,9 +22,9 @@ class Qwen2Layer(LlamaLayer):
         super().__init__(spec, layer)
         self.qkv_bias = nn.Parameter((self.qkv.shape.rows,), "float32")
 
-    def project(self, x: Any) -> Any:
+    def project(self, x: Any, scratch: Scratch) -> Any:
         return call_inplace(
-            bias_kernel(self.qkv.shape.rows), "add_bias", [super().project(x), self.qkv_bias], 0
+            bias_kernel(self.qkv.shape.rows), "add_bias", [super().project(x, scratch), self.qkv_bias], 0
         )
 
 

@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 from tvm.relax.frontend import nn
 
 from microserving.engine.kernels.projection import head_norm_kernel
-from microserving.engine.models.base import ModelSpec, call_inplace
+from microserving.engine.models.base import ModelSpec, Scratch, call_inplace
 from microserving.engine.models.llama import LlamaLayer, LlamaModel
 
 
@@ -24,10 +24,10 @@ class Qwen3Layer(LlamaLayer):
         self.q_norm = nn.Parameter((spec.config.head_dim,), "float32")
         self.k_norm = nn.Parameter((spec.config.head_dim,), "float32")
 
-    def project(self, x: Any) -> Any:
+    def project(self, x: Any, scratch: Scratch) -> Any:
         config = self.spec.config
         kernel = head_norm_kernel(config.num_heads, config.num_kv_heads, config.head_dim, config.rms_norm_eps)
-        return call_inplace(kernel, "head_norm", [super().project(x), self.q_norm, self.k_norm], 0)
+        return call_inplace(kernel, "head_norm", [super().project(x, scratch), self.q_norm, self.k_norm], 0)
 
 
 class Qwen3Model(LlamaModel):

@@ -123,12 +123,12 @@ class Rig:
             decode = plan_decode(self.shape, self.threads, sequences=[], rows=[], positions=[])
         elif kernel == "decode":
             assert (counts == 1).all()
-        out = tensor(np.full(q.shape, np.nan, "float32"))
+        out = tensor(np.full((len(q), self.shape.num_heads * self.shape.head_dim), np.nan, "float32"))
         shared = tensor(q), self.pool, LAYER, tensor(table)
         self.prefill(*shared, tensor(prefill.tasks), tensor(prefill.thread_tasks), out)
         lists = tensor(decode.tasks), tensor(decode.thread_tasks), tensor(decode.merges)
         self.decode(*shared, *lists, tensor(np.full(decode.workspace, np.nan, "float32")), out)
-        result: Array = out.numpy()
+        result: Array = out.numpy().reshape(q.shape)
         return result
 
     def whole(self, data: tuple[Array, Array, Array]) -> Array:
@@ -276,7 +276,7 @@ def test_extreme_scores() -> None:
 def test_no_tasks_touch_nothing() -> None:
     prefill, decode, _ = compiled(TINY, detect_isa())
     plan = plan_attention(TINY, 2, starts=[], counts=[])
-    out = tensor(np.full((3, 4, 16), 5, "float32"))
+    out = tensor(np.full((3, 4 * 16), 5, "float32"))
     shared = tensor(np.zeros((3, 4, 16), "float32")), Rig(TINY).pool, LAYER, tensor(np.zeros((0, 0), "int32"))
     prefill(*shared, tensor(plan.prefill.tasks), tensor(plan.prefill.thread_tasks), out)
     lists = tensor(plan.decode.tasks), tensor(plan.decode.thread_tasks), tensor(plan.decode.merges)
