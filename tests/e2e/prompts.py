@@ -30,8 +30,8 @@ def ids(length: int, seed: int = 1) -> list[int]:
 
 
 _LENGTHS = (
-    [1, 2, 3, PAGE - 1, PAGE, PAGE + 1, 2 * PAGE - 1, 2 * PAGE, 2 * PAGE + 1, 5 * PAGE, 63, 64, 65, 100]
-    + [CHUNK - 1, CHUNK, CHUNK + 1, 2 * CHUNK - 1, 2 * CHUNK, 2 * CHUNK + 1]
+    [1, 2, 3, PAGE - 1, PAGE, PAGE + 1, 2 * PAGE - 1, 2 * PAGE, 2 * PAGE + 1, 5 * PAGE, 63, 64, 65, 90, 100]
+    + [CHUNK - 1, CHUNK, CHUNK + 1, 2 * CHUNK, 6]
     + [1500]
 )
 
