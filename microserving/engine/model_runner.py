@@ -5,6 +5,7 @@ Owns: packed weights, the rope table, the number of TVM threads. Does not know r
 
 from __future__ import annotations
 
+import itertools
 import os
 import threading
 from collections.abc import Callable, Sequence
@@ -14,12 +15,13 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import tvm
+import tvm_ffi
 from tvm import relax
 
 from microserving.engine.compiler import CodeCache, load_objects
 from microserving.engine.compiler.model import compiled_model
 from microserving.engine.kernels.common import detect_isa
-from microserving.engine.kernels.plan import AttentionShape, plan_attention
+from microserving.engine.kernels.plan import AttentionShape, Planner
 from microserving.engine.models.base import ModelSpec
 from microserving.engine.models.registry import model_class
 from microserving.engine.rope import RopeTable
@@ -44,11 +46,13 @@ class TVMModelRunner:
     ) -> None:
         self._machine = machine = relax.VirtualMachine(code, tvm.cpu())
         self._step, self._step_put = machine["step"], machine["step_put"]
-        self._parameters = parameters
+        self._parameters = tvm_ffi.convert(parameters)  # once: it is a call into C++ for each
         self._config, self._layout, self._pool, self._threads = config, layout, pool, threads
-        self._shape = AttentionShape(
+        shape = AttentionShape(
             config.num_heads, layout.kv_heads, layout.head_dim, layout.page_size, layout.dtype
         )
+        self._planner = Planner(shape, threads)
+        self._workspace = tvm.runtime.empty((1, shape.group, shape.state_width), "float32")
         self._rope = RopeTable(layout.head_dim, config.rope_theta)
         self._staging = Staging()
         self._thread: int | None = None
@@ -117,64 +121,55 @@ class TVMModelRunner:
 
     def run(self, chunks: Sequence[RunnerChunk]) -> StepOutput:
         self._own_thread()
-        counts = np.array([len(chunk.token_ids) for chunk in chunks], np.int32)
-        starts = np.array([chunk.start for chunk in chunks], np.int32)
-        arguments = self._arguments(chunks, starts, counts)
+        arguments = self._arguments(chunks)
         puts = [chunk.put for chunk in chunks if chunk.put is not None]
         if not puts:
             return StepOutput(self._step(*arguments, self._parameters).numpy(), None)
-        remote = self._remote_arguments(chunks, puts[0].pool, counts)
+        remote = self._remote_arguments(chunks, puts[0].pool)
         logits, times = self._step_put(*arguments, *remote, self._parameters)
         stamps = times.numpy()
         return StepOutput(logits.numpy(), LayerTimes(stamps[:, 0], stamps[:, 1], stamps[:, 2]))
 
-    def _arguments(
-        self, chunks: Sequence[RunnerChunk], starts: npt.NDArray[np.int32], counts: npt.NDArray[np.int32]
-    ) -> list[Any]:
+    def _arguments(self, chunks: Sequence[RunnerChunk]) -> list[Any]:
         """The inputs of ``step`` in the order of ``models.base.step_signature``."""
-        ends = np.cumsum(counts)
-        sequence = np.repeat(np.arange(len(chunks)), counts)
-        positions = np.arange(ends[-1], dtype=np.int32) + np.repeat(starts + counts - ends, counts).astype(
-            np.int32
-        )
-        table = self._page_table(chunks, starts + counts)
-        _check_range("page", table, self.total_pages)
-        page_size = self._layout.page_size
-        slots = table[sequence, positions // page_size] * page_size + positions % page_size
-        ids = np.array([token for chunk in chunks for token in chunk.token_ids], np.int32)
-        plan = plan_attention(self._shape, self._threads, starts=starts, counts=counts)
-        wanted = np.array([chunk.needs_logits for chunk in chunks], bool)
+        starts, counts = [chunk.start for chunk in chunks], [len(chunk.token_ids) for chunk in chunks]
+        plan = self._planner.plan(starts, counts)
+        table = self._page_table(chunks)
+        ids, positions, slots = _rows(chunks, table, self._layout.page_size)
+        ends = list(itertools.accumulate(counts))
+        wanted = [end - 1 for chunk, end in zip(chunks, ends, strict=True) if chunk.needs_logits]
         inputs = [
             ids,
             self._rope.rows(positions),
-            slots.astype(np.int32),
+            slots,
             table,
             plan.prefill.tasks,
             plan.prefill.thread_tasks,
             plan.decode.tasks,
             plan.decode.thread_tasks,
             plan.decode.merges,
+            np.array(wanted, np.int32),
         ]
-        *placed, logit_rows = self._staging.place([*inputs, (ends[wanted] - 1).astype(np.int32)])
-        return [*placed, tvm.runtime.empty(plan.decode.workspace, "float32"), logit_rows, self._pool]
+        *placed, logit_rows = self._staging.place(inputs)
+        if plan.decode.workspace[0] > self._workspace.shape[0]:
+            self._workspace = tvm.runtime.empty(plan.decode.workspace, "float32")
+        return [*placed, self._workspace, logit_rows, self._pool]
 
-    def _page_table(
-        self, chunks: Sequence[RunnerChunk], lengths: npt.NDArray[np.int32]
-    ) -> npt.NDArray[np.int32]:
+    def _page_table(self, chunks: Sequence[RunnerChunk]) -> npt.NDArray[np.int32]:
         """int32 [chunks, most pages]; entries behind a sequence's last page are 0 and never read."""
-        used = -(-lengths // self._layout.page_size)
-        table = np.zeros((len(chunks), int(used.max())), np.int32)
-        for row, (chunk, pages) in enumerate(zip(chunks, used.tolist(), strict=True)):
+        used = [-(-(chunk.start + len(chunk.token_ids)) // self._layout.page_size) for chunk in chunks]
+        table = np.zeros((len(chunks), max(used)), np.int32)
+        for row, (chunk, pages) in enumerate(zip(chunks, used, strict=True)):
             table[row, :pages] = chunk.pages[:pages]
+        _check_range("page", table, self.total_pages)
         return table
 
-    def _remote_arguments(
-        self, chunks: Sequence[RunnerChunk], pool: RemotePool, counts: npt.NDArray[np.int32]
-    ) -> list[Any]:
+    def _remote_arguments(self, chunks: Sequence[RunnerChunk], pool: RemotePool) -> list[Any]:
         """What ``step_put`` takes besides: the other pool, the slots there (-1 = not sent), the time stamps."""
-        slots = np.full(int(counts.sum()), -1, np.int32)
+        slots = np.full(sum(len(chunk.token_ids) for chunk in chunks), -1, np.int32)
         end = 0
-        for chunk, count in zip(chunks, counts.tolist(), strict=True):
+        for chunk in chunks:
+            count = len(chunk.token_ids)
             if chunk.put is not None:
                 slots[end : end + count] = chunk.put.slots
             end += count
@@ -209,6 +204,22 @@ def _check_shapes(config: ModelConfig, layout: KVLayout) -> None:
     for name in ("hidden_size", "intermediate_size", "head_dim"):
         if getattr(config, name) % 16:
             raise ModelLoadError(f"{name} is {getattr(config, name)}; the kernels need a multiple of 16")
+
+
+def _rows(
+    chunks: Sequence[RunnerChunk], table: npt.NDArray[np.int32], page_size: int
+) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.int32], npt.NDArray[np.int32]]:
+    """The token ids, positions and slots of all rows, int32 [n] each."""
+    ids = np.array([token for chunk in chunks for token in chunk.token_ids], np.int32)
+    if len(ids) == len(chunks):  # decodes
+        positions = np.array([chunk.start for chunk in chunks], np.int32)
+        sequence = np.arange(len(chunks))
+    else:
+        runs = [range(chunk.start, chunk.start + len(chunk.token_ids)) for chunk in chunks]
+        positions = np.concatenate([np.arange(run.start, run.stop, dtype=np.int32) for run in runs])
+        sequence = np.repeat(np.arange(len(chunks)), [len(run) for run in runs])
+    pages, offsets = np.divmod(positions, np.int32(page_size))
+    return ids, positions, table[sequence, pages] * np.int32(page_size) + offsets
 
 
 def _check_range(what: str, numbers: npt.NDArray[np.int32], end: int, lowest: int = 0) -> None:

@@ -115,6 +115,32 @@ def plan_attention(shape: AttentionShape, threads: int, *, starts: Ints, counts:
     )
 
 
+class Planner:
+    """Plans the steps of one engine, of which most are decodes that differ from the step before by a position per row.
+
+    Which tasks there are, and who does them, is kept while no row of such a step enters another key block; only their
+    positions are written anew. Use from one thread.
+    """
+
+    def __init__(self, shape: AttentionShape, threads: int) -> None:
+        self._shape, self._threads = shape, threads
+        self._blocks: list[int] = []  # the key block of each row of the kept plan
+        self._kept: AttentionPlan | None = None
+
+    def plan(self, starts: Sequence[int], counts: Sequence[int]) -> AttentionPlan:
+        """As ``plan_attention``, up to the dealing of decodes to threads; valid until the next call."""
+        if max(counts, default=0) != 1:
+            return plan_attention(self._shape, self._threads, starts=starts, counts=counts)
+        blocks = [start // KEY_BLOCK for start in starts]
+        if self._kept is None or blocks != self._blocks:
+            self._kept = plan_attention(self._shape, self._threads, starts=starts, counts=counts)
+            self._blocks = blocks
+        else:
+            tasks = self._kept.decode.tasks
+            tasks[:, 3] = starts[0] if len(starts) == 1 else np.array(starts, np.int32)[tasks[:, 0]]
+        return self._kept
+
+
 def plan_prefill(
     shape: AttentionShape, threads: int, *, sequences: Ints, rows: Ints, starts: Ints, counts: Ints
 ) -> PrefillPlan:

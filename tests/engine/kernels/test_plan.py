@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from microserving.engine.kernels.plan import KEY_SPAN, AttentionShape, plan_attention
+from microserving.engine.kernels.plan import KEY_SPAN, AttentionShape, Planner, plan_attention
 
 SHAPE = AttentionShape(9, 3, 64, 16, "float16")
 chunks = st.lists(st.tuples(st.integers(0, 5000), st.integers(1, 700)), max_size=6)
@@ -96,3 +96,30 @@ def test_a_decode_of_one_span_needs_no_merge() -> None:
 def test_shapes_without_a_kernel_are_refused(arguments: tuple[int, int, int, int, str], word: str) -> None:
     with pytest.raises(ValueError, match=word):
         AttentionShape(*arguments)  # type: ignore[arg-type]
+
+
+@given(
+    st.lists(st.tuples(st.integers(0, 2000), st.integers(1, 70)), min_size=1, max_size=4), st.integers(1, 3)
+)
+def test_a_kept_plan_names_the_same_work(rows: list[tuple[int, int]], threads: int) -> None:
+    """Decodes step after step, over the ends of key blocks and spans: as if each step were planned alone."""
+    planner = Planner(SHAPE, threads)
+    for step in range(max(length for _, length in rows)):
+        starts = [start + step for start, length in rows if step < length]
+        counts = [1] * len(starts)
+        found, alone = (
+            planner.plan(starts, counts),
+            plan_attention(SHAPE, threads, starts=starts, counts=counts),
+        )
+        assert sorted(found.decode.tasks.tolist()) == sorted(alone.decode.tasks.tolist())
+        assert found.decode.merges.tolist() == alone.decode.merges.tolist()
+        assert found.decode.workspace == alone.decode.workspace
+        assert found.decode.thread_tasks[-1] == len(found.decode.tasks)
+        assert not len(found.prefill.tasks)
+
+
+def test_a_prefill_between_decodes_is_planned_anew() -> None:
+    planner = Planner(SHAPE, 2)
+    planner.plan([70], [1])
+    assert len(planner.plan([0], [100]).prefill.tasks)
+    assert planner.plan([71], [1]).decode.tasks[:, 3].tolist() == [71, 71, 71]
