@@ -150,20 +150,28 @@ def _attend(
             state[r, _lanes(c)] = state[r, _lanes(c)] * factor[_lanes()]
 
     @T.inline
+    def add_key(source, r0, c0, p, j, s, acc):  # type: ignore[no-untyped-def]
+        for c in T.unroll(VV):
+            for r in T.unroll(VR):
+                acc[r * VV + c, _lanes()] = fma(
+                    splat(s[r0 + r, p * LANES + j]),
+                    value(source, p, j, c0 + c),
+                    acc[r * VV + c, _lanes()],
+                )
+
+    @T.inline
     def values(source, r0, c0, present, s, state, acc):  # type: ignore[no-untyped-def]
         for r in T.unroll(VR):
             for c in T.unroll(VV):
                 acc[r * VV + c, _lanes()] = state[r0 + r, _lanes(c0 + c)]
         for p in T.serial(VECTORS_PER_BLOCK):
-            # never a key beyond the end: a free slot may hold NaN, and 0 * NaN is NaN
-            for j in T.serial(T.max(0, T.min(LANES, present - p * LANES))):
-                for c in T.unroll(VV):
-                    for r in T.unroll(VR):
-                        acc[r * VV + c, _lanes()] = fma(
-                            splat(s[r0 + r, p * LANES + j]),
-                            value(source, p, j, c0 + c),
-                            acc[r * VV + c, _lanes()],
-                        )
+            if present >= (p + 1) * LANES:
+                for j0 in T.serial(LANES // UNROLL):
+                    for j1 in T.unroll(UNROLL):
+                        add_key(source, r0, c0, p, j0 * UNROLL + j1, s, acc)
+            else:  # never a key beyond the end: a free slot may hold NaN, and 0 * NaN is NaN
+                for j in T.serial(T.max(0, present - p * LANES)):
+                    add_key(source, r0, c0, p, j, s, acc)
         for r in T.unroll(VR):
             for c in T.unroll(VV):
                 state[r0 + r, _lanes(c0 + c)] = acc[r * VV + c, _lanes()]

@@ -20,7 +20,7 @@ KEY_SPAN = 512
 """Keys of one fresh softmax state; spans are merged left to right. Cut at absolute positions, as blocks are."""
 TASK_FIELDS = 6
 _TILE_ROWS = (
-    48  # rows (queries x heads of a group) that share one widened K/V block: 12 KiB of q at head_dim 64
+    96  # rows (queries x heads of a group) that share one widened K/V block: 24 KiB of q at head_dim 64
 )
 
 Ints = Sequence[int] | npt.NDArray[np.signedinteger]
