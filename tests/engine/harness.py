@@ -174,3 +174,11 @@ def prompt_of(length: int, salt: int = 0) -> list[int]:
 
 
 KV_BYTES = TINY_LAYOUT.bytes_per_token
+
+
+def alone(prompt: Sequence[int], max_tokens: int = 8, sampling: SamplingParams = GREEDY) -> list[int]:
+    """The tokens of a fresh engine that does nothing else."""
+    node = Node()
+    outcome = node.submit(prompt, max_tokens, sampling)
+    node.run()
+    return outcome.tokens
