@@ -74,14 +74,16 @@ class TVMModelRunner:
 
         pool_memory: uint8 [>= layout.bytes_per_page * total_pages], 64-byte aligned and writable; used in place.
         progress(stage, fraction): stages "weights", "compile" (only when not cached) and "load".
-        Raises ModelLoadError for a model that the kernels cannot run.
+        Raises ModelLoadError for a model that the kernels cannot run, ConfigError for a K/V dtype that this CPU lacks.
         """
         report = progress or (lambda _stage, _fraction: None)
         config = weights.config
         _check_shapes(config, layout)
+        isa = detect_isa()
+        isa.check_kv_dtype(layout.dtype)
         arrays = _pack(weights, report)
         kinds = {name: kind for name, (_, kind) in arrays.items() if kind is not None}
-        spec = ModelSpec(config, layout, detect_isa(), kinds)
+        spec = ModelSpec(config, layout, isa, kinds)
         names, *objects = compiled_model(spec, cache or CodeCache(cache_dir or default_cache_dir()), report)
         report("load", 0.0)
         parameters = [tvm.runtime.tensor(arrays.pop(name)[0]) for name in names.decode().split("\n")]

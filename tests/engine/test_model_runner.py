@@ -6,6 +6,7 @@ Pools are filled with NaN, so that a read of a slot that was never written shows
 from __future__ import annotations
 
 import itertools
+import platform
 import subprocess
 import sys
 import threading
@@ -19,7 +20,7 @@ import pytest
 from microserving.engine.compiler import CodeCache
 from microserving.engine.model_runner import TVMModelRunner
 from microserving.engine.runner import RemotePut, RunnerChunk
-from microserving.errors import InternalError, ModelLoadError
+from microserving.errors import ConfigError, InternalError, ModelLoadError
 from microserving.protocol.kv_layout import KVDtype
 from microserving.transports.base import RemotePool
 from tests.engine.random_weights import (
@@ -45,10 +46,16 @@ def cache_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def make(
-    name: str, cache_dir: Path, *, threads: int = 2, pages: int = PAGES, cache: CodeCache | None = None
+    name: str,
+    cache_dir: Path,
+    *,
+    threads: int = 2,
+    pages: int = PAGES,
+    cache: CodeCache | None = None,
+    kv_dtype: KVDtype | None = None,
 ) -> TVMModelRunner:
     weights, dtype = MODELS[name]
-    layout = layout_of(weights.config, dtype)
+    layout = layout_of(weights.config, kv_dtype or dtype)
     return TVMModelRunner.create(
         weights,
         layout=layout,
@@ -150,13 +157,20 @@ def test_threads_change_no_bit(name: str, cache_dir: Path, expected: dict[int, n
 
 def test_another_instruction_set_changes_no_bit(cache_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Code for baseline x86-64 (or ARM) blocks registers differently and may lack an FMA: only speed differs."""
-    best = make("tied", cache_dir)
+    best = make("tied", cache_dir, kv_dtype="float32")
     monkeypatch.setenv("MICROSERVING_ISA", "generic")
-    generic = make("tied", cache_dir)
+    generic = make("tied", cache_dir, kv_dtype="float32")
     for length in (1, 17, 130):
         cuts = [1] if length > 1 else []
         tokens, pages = TOKENS[:length], pages_of(7)
         assert np.array_equal(prefill(generic, tokens, pages, cuts), prefill(best, tokens, pages))
+
+
+@pytest.mark.skipif(platform.machine() != "x86_64", reason="ARM's base set converts halves")
+def test_a_kv_dtype_that_the_cpu_lacks_is_refused(cache_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MICROSERVING_ISA", "generic")
+    with pytest.raises(ConfigError, match="use float32"):
+        make("tied", cache_dir, kv_dtype="float16")
 
 
 def test_a_put_leaves_the_same_bits_in_the_other_pool(
