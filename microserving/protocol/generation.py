@@ -48,7 +48,8 @@ class GenerationChunk:
 
     text: what may be shown now (may be empty when only token_ids or finish_reason matter; never holds half a code
     point or half a stop string). token_ids: the tokens produced since the last chunk. finish_reason: set on the
-    last chunk only. prompt_tokens, completion_tokens: running totals, exact on the last chunk.
+    last chunk only. prompt_tokens, completion_tokens: running totals, exact on the last chunk. cached_tokens: how many of
+    the prompt's tokens came out of a prefix cache (0 while unknown).
     """
 
     text: str
@@ -56,16 +57,27 @@ class GenerationChunk:
     finish_reason: FinishReason | None = None
     prompt_tokens: int = 0
     completion_tokens: int = 0
+    cached_tokens: int = 0
 
 
 @dataclass(frozen=True, slots=True)
 class GenerationRequest:
-    """One prompt to continue. request_id is made by the server and unique among live requests of an engine."""
+    """One prompt to continue. request_id is made by the server and unique among live requests of an engine.
+
+    cache_salt: only requests with the same salt share cached prefixes ("" is a salt like any other). timeout_s: the
+    whole request ends with DeadlineExceeded (504) after so long, counted from its arrival at whoever holds it; None =
+    no deadline. resume_output_ids: output tokens that another engine produced already for this very request; the
+    engine goes on behind them (they count as output: for usage, penalties, stops, the random numbers and max_tokens)
+    and does not give them out again.
+    """
 
     request_id: str
     prompt_token_ids: tuple[int, ...]
     sampling: SamplingParams
     stop: StopParams
+    cache_salt: str = ""
+    timeout_s: float | None = None
+    resume_output_ids: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
