@@ -11,6 +11,7 @@ from pydantic import BaseModel
 from microserving.front import FrontSettings, control_router, create_front
 from microserving.program import EngineLoad, EngineRole, setting_types
 from microserving.router.config import RouterConfig, Setting
+from microserving.router.dispatch import Dispatcher
 from microserving.router.engine_client import EngineTimeouts
 from microserving.router.engine_registry import EngineRegistry, Peer, State
 from microserving.router.health import HealthMonitor, ProbeSettings
@@ -61,8 +62,9 @@ class Router:
         self._config = config
         self._registry = EngineRegistry(config.prefill_peers, config.decode_peers, timeouts)
         self._monitor = HealthMonitor(self._registry, probes)
-        self._host = ProgramHost(
-            program,
+        self._host = ProgramHost(program, self._registry.cluster)
+        self._dispatcher = Dispatcher(
+            self._host,
             self._registry.cluster,
             self._registry.in_flight,
             self._monitor,
@@ -72,7 +74,7 @@ class Router:
         control = control_router()
         control.add_api_route("/router/stats", self.stats, response_model=RouterStats)
         self.app: FastAPI = create_front(
-            self._host, settings, title="microserving router", control=control, lifespan=self._lifespan
+            self._dispatcher, settings, title="microserving router", control=control, lifespan=self._lifespan
         )
 
     async def start(self) -> None:
@@ -87,7 +89,7 @@ class Router:
 
     async def end_requests(self) -> None:
         """Take no more requests, and end those that run with an error."""
-        self._host.refuse_requests()
+        self._dispatcher.refuse_requests()
         await self._monitor.stop()
         for peer in self._registry.peers:
             peer.client.shut_down()
@@ -95,6 +97,7 @@ class Router:
     async def stop(self) -> None:
         """Give back all that requests held, and end every task. Idempotent."""
         await self._host.stop()
+        await self._dispatcher.stop()
         await self._monitor.stop()
         await self._registry.close()
 
@@ -114,7 +117,7 @@ class Router:
         }
         return RouterStats(
             program=ProgramStats(name=program.name, settings=settings),
-            requests_in_flight=self._host.running,
+            requests_in_flight=self._dispatcher.running,
             engines=[_engine_stats(peer) for peer in self._registry.peers],
         )
 

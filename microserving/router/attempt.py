@@ -26,6 +26,7 @@ from microserving.errors import (
 from microserving.program import Cluster, GenerationChunk, Request
 from microserving.router.engine_client import InFlight
 from microserving.router.holdings import Holdings, close, close_within
+from microserving.router.program_host import Outcome
 from microserving.router.program_loader import LoadedProgram
 
 _logger = logging.getLogger(__name__)
@@ -35,12 +36,16 @@ _CHOSEN_BY_PROGRAM = frozenset({"begin", "end", "kv_addr_info", "recv_rank", "re
 
 
 class Attempt:
-    """Iterate once over ``chunks``; then, however that ended, ``end`` it, and ``release`` what that left over."""
+    """Iterate once over ``chunks``; then, however that ended, ``end`` it, and ``release`` what that left over.
+
+    outcome: how it ended for the program, once it did.
+    """
 
     def __init__(
         self, program: LoadedProgram, request: Request, cluster: Cluster, in_flight: InFlight
     ) -> None:
-        self._program = program
+        self.program = program
+        self.outcome: Outcome = "other"
         self._request = request
         self._holdings = Holdings(in_flight)
         self._cluster = cluster.bound(seen=self._holdings.bind, chosen=self._holdings.choose)
@@ -57,7 +62,7 @@ class Attempt:
         """Stop the program where it is and give back all that the attempt holds on engines."""
         await close_within(self.chunks, timeout_s)
         if not self._told_of_await and (hint := self._not_awaited()):
-            _logger.warning("the router program %s forgot something%s", self._program.where, hint)
+            _logger.warning("the router program %s forgot something%s", self.program.where, hint)
         self._holdings.close_calls()
         self._holdings.unclaim()
         await self._holdings.release(timeout_s)
@@ -66,7 +71,7 @@ class Attempt:
         """The program's chunks. Raises: what the program let pass of ``errors``, InternalError for its bugs."""
         self._running = True
         try:
-            route = self._program.instance.route(self._request, self._cluster)
+            route = self.program.instance.route(self._request, self._cluster)
             finished = False
             try:
                 async for chunk in route:
@@ -78,6 +83,7 @@ class Attempt:
                 await close(route)
             if not finished:
                 raise self._bug("ended without a last chunk (one with a finish_reason)")
+            self.outcome = "ok"
         except asyncio.CancelledError:
             task = asyncio.current_task()
             if task is None or task.cancelling():
@@ -103,20 +109,23 @@ class Attempt:
         return chunk.finish_reason is not None
 
     def _failed(self, error: Exception) -> InternalError:
-        where = self._program.locate(error)
+        self.outcome = "program_failed"
+        where = self.program.locate(error)
         _logger.error("the router program failed at %s: %r%s", where, error, self._not_awaited())
         return _logged("the router program failed; the server's log has the details")
 
     def _bug(self, what: str) -> InternalError:
-        _logger.error("the router program %s %s%s", self._program.where, what, self._not_awaited())
+        self.outcome = "program_failed"
+        _logger.error("the router program %s %s%s", self.program.where, what, self._not_awaited())
         return _logged(f"the router program {what}")
 
     def _refused(self, error: MicroservingError) -> MicroservingError:
         """What the client gets of an error that the program let pass; logged here, where the program is known."""
         if error.logged or isinstance(error, (NoEngine, ShuttingDown)):
             return error  # no engine: there may be another attempt
-        where, hint = self._program.locate(error), self._not_awaited()
+        where, hint = self.program.locate(error), self._not_awaited()
         if error.param in _CHOSEN_BY_PROGRAM and not isinstance(error, (LeaseError, TransferFailed)):
+            self.outcome = "program_failed"
             _logger.error("the router program asked wrongly at %s: %s%s", where, error.message, hint)
             return _logged("the router program asked an engine wrongly; the server's log has the details")
         _logger.log(_level(error), "a request failed at %s: %s%s", where, error.message, hint)

@@ -1,4 +1,4 @@
-"""A program host over engines in memory, for the tests of this folder."""
+"""A dispatcher and its program host over engines in memory, for the tests of this folder."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from microserving.front import ServedModel
 from microserving.program import Program
 from microserving.program.testing import FakeCluster
 from microserving.protocol.generation import GenerationRequest, SamplingParams, StopParams
+from microserving.router.dispatch import Dispatcher
 from microserving.router.engine_client import InFlight
 from microserving.router.program_host import ProgramHost
 from microserving.router.program_loader import LoadedProgram, load_program
@@ -34,7 +35,7 @@ class FakeServed:
 
 
 class Hosted:
-    """A host with all its parts at hand. program: a shipped name, or an instance."""
+    """A dispatcher with all its parts at hand. program: a shipped name, or an instance."""
 
     def __init__(
         self, program: str | Program, cluster: FakeCluster | None = None, **settings: object
@@ -43,15 +44,23 @@ class Hosted:
         self.served = FakeServed(self.cluster)
         self.in_flight = InFlight()
         self.loaded = load_program(program, settings) if isinstance(program, str) else _loaded(program)
-        self.host = ProgramHost(self.loaded, self.cluster, self.in_flight, self.served, release_timeout_s=0.2)
+        self.host = ProgramHost(self.loaded, self.cluster)
+        self.dispatcher = Dispatcher(
+            self.host, self.cluster, self.in_flight, self.served, release_timeout_s=0.2
+        )
 
     async def settle(self) -> None:
         """Wait for the clean-ups, then hold that nothing is left anywhere."""
-        await self.host.stop()
+        await self.stop()
         assert not self.in_flight, self.in_flight
         held = {engine.id: engine.held for engine in self.cluster.engines.values() if engine.held}
         assert not held, held
-        assert self.host.running == 0
+        assert self.dispatcher.running == 0
+        assert self.host.uses == 0
+
+    async def stop(self) -> None:
+        await self.host.stop()
+        await self.dispatcher.stop()
 
 
 def _loaded(program: Program) -> LoadedProgram:

@@ -137,7 +137,7 @@ def test_what_ends_renewing(
 def test_a_slow_prefill_keeps_its_reservation() -> None:
     async def scenario() -> None:
         hosted = Hosted("prefill_decode", cluster := SlowHandOff(2))
-        chunks = await collect(hosted.host.generate(generation()))
+        chunks = await collect(hosted.dispatcher.generate(generation()))
         assert chunks[-1].finish_reason == "stop"
         assert cluster.verbs == ["prep_recv", "renew", "renew", "start_generate"]
         await hosted.settle()
@@ -148,7 +148,7 @@ def test_a_slow_prefill_keeps_its_reservation() -> None:
 def test_a_client_that_leaves_ends_renewing() -> None:
     async def scenario() -> None:
         hosted = Hosted("prefill_decode", cluster := SlowHandOff(10**6))
-        task = asyncio.ensure_future(collect(hosted.host.generate(generation())))
+        task = asyncio.ensure_future(collect(hosted.dispatcher.generate(generation())))
         await cluster.renewed.acquire()
         task.cancel()
         await asyncio.wait([task])
@@ -161,7 +161,7 @@ def test_a_client_that_leaves_ends_renewing() -> None:
 def test_an_engine_that_names_no_lease_is_left_alone() -> None:
     async def scenario() -> None:
         hosted = Hosted("prefill_decode", cluster := SlowHandOff(0, lease_ttl_s=None))
-        await collect(hosted.host.generate(generation()))
+        await collect(hosted.dispatcher.generate(generation()))
         assert cluster.verbs == ["prep_recv", "start_generate"]
         await hosted.settle()
 
@@ -173,7 +173,7 @@ def test_generating_ends_renewing() -> None:
 
     async def scenario() -> None:
         hosted = Hosted("prefill_decode", SlowHandOff(1))
-        async with aclosing(hosted.host.generate(generation())) as chunks:  # type: ignore[type-var]
+        async with aclosing(hosted.dispatcher.generate(generation())) as chunks:  # type: ignore[type-var]
             await anext(chunks)
             names = [task.get_coro().__qualname__ for task in asyncio.all_tasks()]  # type: ignore[union-attr]
             assert not [name for name in names if "Renewals" in name]

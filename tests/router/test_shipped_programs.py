@@ -28,7 +28,7 @@ def test_round_robin_takes_turns() -> None:
     async def scenario() -> None:
         hosted = Hosted("round_robin", FakeCluster(prefill=1, decode=2))
         for number in range(6):
-            await collect(hosted.host.generate(generation(request_id=f"r{number}")))
+            await collect(hosted.dispatcher.generate(generation(request_id=f"r{number}")))
         counts = {engine_id: len(engine.calls) for engine_id, engine in hosted.cluster.engines.items()}
         assert counts == {"prefill-0": 2, "decode-0": 2, "decode-1": 2}
         assert hosted.cluster["decode-0"].calls == [
@@ -52,7 +52,7 @@ def test_round_robin_takes_turns() -> None:
 def test_the_prompt_is_split(program: str, settings: dict[str, object], end: int) -> None:
     async def scenario() -> None:
         hosted = Hosted(program, **settings)
-        chunks = await collect(hosted.host.generate(generation(20)))
+        chunks = await collect(hosted.dispatcher.generate(generation(20)))
         assert "".join(chunk.text for chunk in chunks) == "Hello world"
         assert hosted.cluster["decode-0"].calls == [
             Call("prep_recv", "r", 0, end),
@@ -85,7 +85,7 @@ def test_nothing_is_sent(program: str, settings: dict[str, object], length: int,
     async def scenario() -> None:
         hosted = Hosted(program, **settings)
         hosted.cluster["decode-0"].matched = matched
-        chunks = await collect(hosted.host.generate(generation(length)))
+        chunks = await collect(hosted.dispatcher.generate(generation(length)))
         assert chunks[-1].finish_reason == "stop"
         assert hosted.cluster["prefill-0"].calls == []
         await hosted.settle()
@@ -100,7 +100,7 @@ def test_cancelled_at_every_await(program: str) -> None:
 
     async def cancelled_after(steps: int) -> bool:
         hosted = Hosted(program)
-        task = asyncio.ensure_future(collect(hosted.host.generate(generation())))
+        task = asyncio.ensure_future(collect(hosted.dispatcher.generate(generation())))
         for _ in range(steps):
             await asyncio.sleep(0)
         done = task.done()
@@ -124,7 +124,7 @@ def test_cancelled_at_every_await(program: str) -> None:
 def test_closed_after_some_chunks(program: str, chunks_read: int) -> None:
     async def scenario() -> None:
         hosted = Hosted(program)
-        async with aclosing(hosted.host.generate(generation())) as chunks:  # type: ignore[type-var]
+        async with aclosing(hosted.dispatcher.generate(generation())) as chunks:  # type: ignore[type-var]
             for _ in range(chunks_read):
                 await anext(chunks)
         await hosted.settle()
@@ -144,10 +144,10 @@ def test_every_failure_frees_everything(program: str, verb: str, error: type[Mic
         for engine in hosted.cluster.engines.values():
             engine.failures[verb] = error("told to fail")
         if program == "round_robin" and verb != "start_generate":
-            await collect(hosted.host.generate(generation()))
+            await collect(hosted.dispatcher.generate(generation()))
         else:
             with pytest.raises(error, match="told to fail"):
-                await collect(hosted.host.generate(generation()))
+                await collect(hosted.dispatcher.generate(generation()))
         await hosted.settle()
 
     asyncio.run(scenario())
@@ -162,7 +162,9 @@ def test_a_storm_of_early_ends_leaves_an_even_split(program: str) -> None:
         hosted = Hosted(program, FakeCluster(prefill=2, decode=2))
 
         async def one(number: int) -> None:
-            task = asyncio.ensure_future(collect(hosted.host.generate(generation(request_id=f"r{number}"))))
+            task = asyncio.ensure_future(
+                collect(hosted.dispatcher.generate(generation(request_id=f"r{number}")))
+            )
             for _ in range(number % 13):
                 await asyncio.sleep(0)
             task.cancel()
@@ -173,7 +175,7 @@ def test_a_storm_of_early_ends_leaves_an_even_split(program: str) -> None:
         for engine in hosted.cluster.engines.values():
             engine.calls.clear()
         for number in range(40):
-            await collect(hosted.host.generate(generation(request_id=f"s{number}")))
+            await collect(hosted.dispatcher.generate(generation(request_id=f"s{number}")))
         decodes = Counter(engine_id for engine_id, verb in hosted.cluster.calls if verb == "start_generate")
         share = 10 if program == "round_robin" else 20
         assert set(decodes.values()) == {share}
@@ -188,10 +190,10 @@ def test_a_missing_role_is_looked_for_once(program: str) -> None:
         hosted = Hosted(program)
         hosted.cluster["prefill-0"].up = False
         with pytest.raises(NoEngine, match="no prefill engine is reachable"):
-            await collect(hosted.host.generate(generation()))
+            await collect(hosted.dispatcher.generate(generation()))
         assert hosted.served.refreshes == 1
         hosted.served.returning = ["prefill-0"]
-        chunks = await collect(hosted.host.generate(generation()))
+        chunks = await collect(hosted.dispatcher.generate(generation()))
         assert chunks[-1].finish_reason == "stop"
         assert hosted.served.refreshes == 2
         await hosted.settle()
