@@ -54,7 +54,7 @@ class _ClientLeftError(Exception):
 @dataclass(slots=True)
 class Exchange:
     """What a handler works with. request_id: made here, unique. headers: of the answer, may be added to before it
-    begins. max_values: JSON values that the body may hold. The answer is either one ``reply`` or a stream
+    begins. max_values: JSON values that the body may hold. client_headers: of the request, as ASGI has them. The answer is either one ``reply`` or a stream
     (``send_events`` ..., then ``end_stream``)."""
 
     request_id: str
@@ -62,6 +62,7 @@ class Exchange:
     headers: list[tuple[bytes, bytes]]
     _send: Send
     max_values: int = MAX_VALUES
+    client_headers: Sequence[tuple[bytes, bytes]] = ()
     streaming: bool = field(default=False, init=False)
     _replied: bool = field(default=False, init=False)
 
@@ -132,6 +133,7 @@ class Endpoint:
             headers=[(b"x-request-id", echoed.encode("ascii"))],
             _send=send,
             max_values=limits.max_values,
+            client_headers=scope["headers"],
         )
         with request_id_scope(request_id):
             try:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import secrets
-from collections.abc import AsyncGenerator, AsyncIterator, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence
 from contextlib import aclosing, asynccontextmanager
 
 from microserving.errors import ContextLengthExceeded, InternalError, InvalidRequest
@@ -70,9 +70,14 @@ def check_vocabulary(fields: GenerationFields, vocab_size: int) -> None:
 
 
 def plan_generations(
-    fields: GenerationFields, prompts: Sequence[Sequence[int]], limits: Sequence[int], request_id: str
+    fields: GenerationFields,
+    prompts: Sequence[Sequence[int]],
+    limits: Sequence[int],
+    request_id: str,
+    headers: Mapping[str, str] | None = None,
 ) -> list[GenerationRequest]:
-    """One generation per choice, in index order. limits: the resolved max_tokens of each prompt."""
+    """One generation per choice, in index order. limits: the resolved max_tokens of each prompt. headers: for router
+    programs."""
     seed = pick_seed(fields.seed)
     choices = [(i, j) for i in range(len(prompts)) for j in range(fields.n)]
     return [
@@ -81,6 +86,8 @@ def plan_generations(
             prompt_token_ids=tuple(prompts[i]),
             sampling=fields.sampling_params(derive_seed(seed, j)),
             stop=fields.stop_params(limits[i]),
+            metadata=fields.metadata,
+            headers=headers or {},
         )
         for index, (i, j) in enumerate(choices)
     ]

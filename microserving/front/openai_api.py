@@ -12,6 +12,7 @@ from typing import TypeVar
 
 from microserving.errors import InvalidRequest, ModelNotFound, NoEngine
 from microserving.front.backend import Backend, ServedModel
+from microserving.front.client_headers import routing_headers
 from microserving.front.exchange import Exchange
 from microserving.front.generations import (
     check_vocabulary,
@@ -155,7 +156,8 @@ class OpenAIFront:
         prompts: Sequence[Sequence[int]],
         limits: Sequence[int],
     ) -> None:
-        requests = plan_generations(fields, prompts, limits, exchange.request_id)
+        headers = routing_headers(exchange.client_headers)
+        requests = plan_generations(fields, prompts, limits, exchange.request_id, headers)
         shape = AnswerShape(
             kind,
             answer_id=f"{'chatcmpl' if kind == 'chat' else 'cmpl'}-{exchange.request_id}",

@@ -68,7 +68,8 @@ class GenerationRequest:
     whole request ends with DeadlineExceeded (504) after so long, counted from its arrival at whoever holds it; None =
     no deadline. resume_output_ids: output tokens that another engine produced already for this very request; the
     engine goes on behind them (they count as output: for usage, penalties, stops, the random numbers and max_tokens)
-    and does not give them out again.
+    and does not give them out again. metadata (the client's, OpenAI's field) and headers (the few that ``front`` lets
+    pass, lower-case names): for router programs only; no engine gets them.
     """
 
     request_id: str
@@ -78,6 +79,8 @@ class GenerationRequest:
     cache_salt: str = ""
     timeout_s: float | None = None
     resume_output_ids: tuple[int, ...] = ()
+    metadata: Mapping[str, str] = field(default_factory=dict)
+    headers: Mapping[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)

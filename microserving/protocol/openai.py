@@ -30,6 +30,10 @@ MAX_STOP_TOKEN_IDS: Final = 256
 MAX_LOGIT_BIAS: Final = 300
 MAX_MESSAGES: Final = 4096
 MAX_NAME_CHARS: Final = 256
+MAX_METADATA: Final = 16
+MAX_METADATA_KEY_CHARS: Final = 64
+MAX_METADATA_VALUE_CHARS: Final = 512
+"""Limits of `metadata` (OpenAI's)."""
 DEFAULT_COMPLETION_TOKENS: Final = 16
 """OpenAI's default of `max_tokens` for completions; chat has none (up to the context limit)."""
 SMALLEST_TOP_P: Final = 1e-9
@@ -109,6 +113,18 @@ def _logit_bias(value: Any) -> dict[int, float]:
     return result
 
 
+def _metadata(value: Any) -> dict[str, str]:
+    if not isinstance(value, dict):
+        raise invalid("must be an object of texts")
+    if len(value) > MAX_METADATA:
+        raise invalid(f"at most {MAX_METADATA} entries")
+    if not all(isinstance(text, str) and len(text) <= MAX_METADATA_VALUE_CHARS for text in value.values()):
+        raise invalid(f"every value must be a string of at most {MAX_METADATA_VALUE_CHARS} characters")
+    if not all(1 <= len(key) <= MAX_METADATA_KEY_CHARS for key in value):
+        raise invalid(f"every key must have 1 to {MAX_METADATA_KEY_CHARS} characters")
+    return value
+
+
 def _unsupported(value: Any) -> Any:
     """For fields that only an off value may have."""
     if value is not False and value is not None:
@@ -164,6 +180,10 @@ class GenerationFields(WireModel):
     return_token_ids: bool = False
     user: Annotated[str, Field(max_length=MAX_NAME_CHARS)] | None = None
     request_id: Annotated[str, Field(min_length=1, max_length=MAX_NAME_CHARS)] | None = None
+    metadata: Annotated[dict[str, str], PlainValidator(_metadata, json_schema_input_type=dict[str, str])] = (
+        Field(default_factory=dict)
+    )
+    """Router programs see it; without effect otherwise."""
     response_format: Annotated[
         Any, PlainValidator(_response_format, json_schema_input_type=dict[str, Any])
     ] = None
