@@ -12,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from microserving.engine.runner import LayerTimes
-from microserving.transports.base import RemotePool
+from microserving.transports.base import LeaseGuard, RemotePool
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,7 +20,8 @@ class SendJob:
     """Compute ``prompt_token_ids[:end]`` and put the K/V of positions [begin, end) into another engine's pool.
 
     slots: int32 [end - begin], the receiver's slot of each position. destination names the receiver (engine id and
-    epoch); the sends of one step share one ``pool`` object. The receiver granted the write before the job is submitted.
+    epoch); the sends of one step share one ``pool`` object. The receiver granted the write before the job is submitted;
+    guard: what it granted.
     """
 
     request_id: str
@@ -30,6 +31,7 @@ class SendJob:
     pool: RemotePool
     destination: str
     slots: npt.NDArray[np.int32]
+    guard: LeaseGuard
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,6 +88,7 @@ class Counters:
     prompt_tokens_computed: prompt positions computed here, once per computation; recomputed_tokens: those of them
     (and of output positions) that a preemption made this engine compute again. output_tokens: tokens sampled.
     requests_finished: ending -> requests; the endings are ``stop``, ``length``, ``sent``, ``abort`` and ``error``.
+    prefix_query_tokens: tokens looked up in the prefix cache; prefix_hit_tokens: those of them that were found.
     """
 
     prompt_tokens_computed: int
@@ -98,13 +101,17 @@ class Counters:
     aborts: int
     preemptions: int
     leases_expired: int
+    prefix_query_tokens: int
+    prefix_hit_tokens: int
+    evicted_pages: int
 
 
 @dataclass(frozen=True, slots=True)
 class LoadSnapshot:
     """What the engine is doing now. ``free + cached + running + reserved + quarantined == total`` pages, always.
 
-    running, waiting: sequences (generations and sends). reserved: live leases. prefill_tokens_per_s and
+    cached_pages: ``pinned`` (in use, too) plus ``evictable`` (at once). running, waiting: sequences (generations and
+    sends). reserved: live leases. prefill_tokens_per_s and
     decode_step_ms: moving averages over the last steps, 0.0 while there were none.
     """
 
@@ -113,6 +120,8 @@ class LoadSnapshot:
     reserved: int
     free_pages: int
     cached_pages: int
+    pinned_pages: int
+    evictable_pages: int
     running_pages: int
     reserved_pages: int
     quarantined_pages: int

@@ -24,6 +24,8 @@ class Statistics:
         self.tokens_received = 0
         self.aborts = 0
         self.leases_expired = 0
+        self.prefix_query_tokens = 0
+        self.prefix_hit_tokens = 0
         self.finished = dict.fromkeys(("stop", "length", "sent", "abort", "error"), 0)
         self.prefill_tokens_per_s = 0.0
         self.decode_step_ms = 0.0
@@ -51,6 +53,8 @@ class Statistics:
             reserved=scheduler.live_leases,
             free_pages=pages.free,
             cached_pages=pages.cached,
+            pinned_pages=0,
+            evictable_pages=pages.cached,
             running_pages=pages.running,
             reserved_pages=pages.reserved,
             quarantined_pages=pages.quarantined,
@@ -73,6 +77,9 @@ class Statistics:
             aborts=self.aborts,
             preemptions=preemptions,
             leases_expired=self.leases_expired,
+            prefix_query_tokens=self.prefix_query_tokens,
+            prefix_hit_tokens=self.prefix_hit_tokens,
+            evicted_pages=0,
         )
 
 

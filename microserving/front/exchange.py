@@ -10,6 +10,7 @@ import asyncio
 import logging
 import math
 import re
+import time
 import uuid
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
@@ -54,8 +55,8 @@ class _ClientLeftError(Exception):
 @dataclass(slots=True)
 class Exchange:
     """What a handler works with. request_id: made here, unique. headers: of the answer, may be added to before it
-    begins. max_values: JSON values that the body may hold. client_headers: of the request, as ASGI has them. The answer is either one ``reply`` or a stream
-    (``send_events`` ..., then ``end_stream``)."""
+    begins. max_values: JSON values that the body may hold. client_headers: of the request, as ASGI has them. arrived: by
+    ``time.monotonic``. The answer is either one ``reply`` or a stream (``send_events`` ..., then ``end_stream``)."""
 
     request_id: str
     body: bytes
@@ -63,6 +64,7 @@ class Exchange:
     _send: Send
     max_values: int = MAX_VALUES
     client_headers: Sequence[tuple[bytes, bytes]] = ()
+    arrived: float = field(default_factory=time.monotonic, init=False)
     streaming: bool = field(default=False, init=False)
     _replied: bool = field(default=False, init=False)
 

@@ -75,9 +75,10 @@ def plan_generations(
     limits: Sequence[int],
     request_id: str,
     headers: Mapping[str, str] | None = None,
+    timeout_s: float | None = None,
 ) -> list[GenerationRequest]:
     """One generation per choice, in index order. limits: the resolved max_tokens of each prompt. headers: for router
-    programs."""
+    programs. timeout_s: from now."""
     seed = pick_seed(fields.seed)
     choices = [(i, j) for i in range(len(prompts)) for j in range(fields.n)]
     return [
@@ -86,6 +87,8 @@ def plan_generations(
             prompt_token_ids=tuple(prompts[i]),
             sampling=fields.sampling_params(derive_seed(seed, j)),
             stop=fields.stop_params(limits[i]),
+            cache_salt=fields.cache_salt,
+            timeout_s=timeout_s,
             metadata=fields.metadata,
             headers=headers or {},
         )
@@ -105,11 +108,12 @@ def run_generations(
 async def _indexed(
     backend: Backend, index: int, request: GenerationRequest
 ) -> AsyncGenerator[IndexedChunk, None]:
-    """One generation, held to the backend's promise: one finish reason, on the last chunk, never ``preempt``."""
+    """One generation, held to the backend's promise: one finish reason, on the last chunk, ``preempt`` only when the
+    request asks for it."""
     finished = False
     async with _closing(backend.generate(request)) as chunks:
         async for chunk in chunks:
-            if finished or chunk.finish_reason == "preempt":
+            if finished or (chunk.finish_reason == "preempt" and request.preemption != "return"):
                 raise InternalError("the backend broke the order of its chunks")
             finished = chunk.finish_reason is not None
             yield index, chunk

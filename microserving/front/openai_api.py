@@ -13,6 +13,7 @@ from typing import TypeVar
 from microserving.errors import InvalidRequest, ModelNotFound, NoEngine
 from microserving.front.backend import Backend, ServedModel
 from microserving.front.client_headers import routing_headers
+from microserving.front.deadline import remaining_s
 from microserving.front.exchange import Exchange
 from microserving.front.generations import (
     check_vocabulary,
@@ -38,7 +39,15 @@ from microserving.protocol.openai import (
     GenerationFields,
     Prompt,
 )
-from microserving.protocol.responses import AnswerShape, FinishedChoice, Kind, ModelCard, ModelList, Status
+from microserving.protocol.responses import (
+    AnswerShape,
+    FinishedChoice,
+    Kind,
+    ModelCard,
+    ModelList,
+    Status,
+    Usage,
+)
 from microserving.tokenizer import Tokenizer
 
 ModelT = TypeVar("ModelT", bound=WireModel)
@@ -157,7 +166,8 @@ class OpenAIFront:
         limits: Sequence[int],
     ) -> None:
         headers = routing_headers(exchange.client_headers)
-        requests = plan_generations(fields, prompts, limits, exchange.request_id, headers)
+        timeout_s = remaining_s(exchange, fields.timeout)
+        requests = plan_generations(fields, prompts, limits, exchange.request_id, headers, timeout_s)
         shape = AnswerShape(
             kind,
             answer_id=f"{'chatcmpl' if kind == 'chat' else 'cmpl'}-{exchange.request_id}",
@@ -166,11 +176,9 @@ class OpenAIFront:
             include_usage=fields.include_usage,
             token_ids=fields.return_token_ids,
         )
-        prompt_tokens = sum(map(len, prompts))
+        usage = Usage(sum(map(len, prompts)), fields.n)
         answer = stream_answer if fields.stream else whole_answer
-        await answer(
-            exchange, self._backend, requests, shape, prompt_tokens, self._settings.max_concurrent_choices
-        )
+        await answer(exchange, self._backend, requests, shape, usage, self._settings.max_concurrent_choices)
 
 
 async def stream_answer(
@@ -178,12 +186,11 @@ async def stream_answer(
     backend: Backend,
     requests: Sequence[GenerationRequest],
     shape: AnswerShape,
-    prompt_tokens: int,
+    usage: Usage,
     concurrency: int,
 ) -> None:
     """Stream the chunks of all ``requests``; nothing is sent before the first one has come."""
     started: set[int] = set()
-    completion_tokens = 0
     async with run_generations(backend, requests, concurrency) as chunks:
         async for index, chunk in chunks:
             events = shape.chunks(index, chunk, first=index not in started)
@@ -191,10 +198,10 @@ async def stream_answer(
                 started.add(index)
                 await exchange.send_events(events)
             if chunk.finish_reason is not None:
-                completion_tokens += chunk.completion_tokens
-    usage = shape.usage_chunk(prompt_tokens, completion_tokens)
-    if usage is not None:
-        await exchange.send_events([usage])
+                usage.count(index, chunk)
+    last = shape.usage_chunk(usage)
+    if last is not None:
+        await exchange.send_events([last])
     await exchange.end_stream()
 
 
@@ -203,7 +210,7 @@ async def whole_answer(
     backend: Backend,
     requests: Sequence[GenerationRequest],
     shape: AnswerShape,
-    prompt_tokens: int,
+    usage: Usage,
     concurrency: int,
 ) -> None:
     """Collect all ``requests``, then answer once."""
@@ -211,7 +218,9 @@ async def whole_answer(
     async with run_generations(backend, requests, concurrency) as chunks:
         async for index, chunk in chunks:
             pieces[index].append(chunk)
-    await exchange.reply(shape.answer([_joined(chunks) for chunks in pieces], prompt_tokens))
+            if chunk.finish_reason is not None:
+                usage.count(index, chunk)
+    await exchange.reply(shape.answer([_joined(chunks) for chunks in pieces], usage))
 
 
 def _token_ids(prompt: Prompt, tokenizer: Tokenizer, max_context: int) -> list[int]:
@@ -230,7 +239,6 @@ def _joined(chunks: Sequence[GenerationChunk]) -> FinishedChoice:
         text="".join(chunk.text for chunk in chunks),
         token_ids=tuple(token for chunk in chunks for token in chunk.token_ids),
         finish_reason=last.finish_reason,
-        completion_tokens=last.completion_tokens,
     )
 
 

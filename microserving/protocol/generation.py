@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 FinishReason = Literal["stop", "length", "tool_calls", "preempt"]
+Preemption = Literal["recompute", "return"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,7 +69,8 @@ class GenerationRequest:
     whole request ends with DeadlineExceeded (504) after so long, counted from its arrival at whoever holds it; None =
     no deadline. resume_output_ids: output tokens that another engine produced already for this very request; the
     engine goes on behind them (they count as output: for usage, penalties, stops, the random numbers and max_tokens)
-    and does not give them out again. metadata (the client's, OpenAI's field) and headers (the few that ``front`` lets
+    and does not give them out again. preemption: what becomes of the request when its pages are needed for others: the
+    engine computes its tokens again later, or ends it with the finish reason ``preempt`` (never a client's). metadata (the client's, OpenAI's field) and headers (the few that ``front`` lets
     pass, lower-case names): for router programs only; no engine gets them.
     """
 
@@ -79,6 +81,7 @@ class GenerationRequest:
     cache_salt: str = ""
     timeout_s: float | None = None
     resume_output_ids: tuple[int, ...] = ()
+    preemption: Preemption = "recompute"
     metadata: Mapping[str, str] = field(default_factory=dict)
     headers: Mapping[str, str] = field(default_factory=dict)
 

@@ -8,14 +8,19 @@ from __future__ import annotations
 
 import json
 from dataclasses import asdict, dataclass, replace
-from typing import Annotated, Any, Final, Literal
+from typing import Annotated, Any, Final
 
 from pydantic import Field, PlainValidator, field_validator
 
 from microserving.errors import EngineUnavailable, InvalidRequest, MicroservingError, error_from_body
 from microserving.protocol.body import WireModel, invalid, validate
-from microserving.protocol.generation import GenerationChunk, GenerationRequest, RemoteSendResult
-from microserving.protocol.openai import INT32_MAX, MAX_NAME_CHARS, CompletionRequest, Prompt
+from microserving.protocol.generation import (
+    GenerationChunk,
+    GenerationRequest,
+    Preemption,
+    RemoteSendResult,
+)
+from microserving.protocol.openai import INT32_MAX, MAX_NAME_CHARS, CompletionRequest, Prompt, token_ids
 from microserving.protocol.sse import DONE_DATA
 
 PROTOCOL_VERSION: Final = 1
@@ -35,20 +40,23 @@ def resolve_index(value: int, length: int, *, param: str) -> int:
     return resolved
 
 
-def _recompute(value: Any) -> Any:
-    if value != "recompute":
-        raise invalid('only "recompute" is supported')
-    return value
-
-
-def _empty(value: Any) -> Any:
-    if value != []:
-        raise invalid("is not supported")
-    return value
+def _resumed(value: Any) -> tuple[int, ...]:
+    if not isinstance(value, list):
+        raise invalid("must be a list of token ids")
+    return tuple(token_ids(value)) if value else ()
 
 
 class VerbRequest(CompletionRequest):
-    """A completion body with exactly one prompt and one choice."""
+    """A completion body with exactly one prompt and one choice.
+
+    resume_output_ids, preemption: of `start_generate`; the other verbs have nothing to do with the output and take them
+    without effect, so that a caller may send one and the same body to all.
+    """
+
+    resume_output_ids: Annotated[
+        tuple[int, ...], PlainValidator(_resumed, json_schema_input_type=list[int])
+    ] = ()
+    preemption: Preemption = "recompute"
 
     @field_validator("n")
     @classmethod
@@ -91,15 +99,13 @@ class RemoteSendRequest(VerbRequest):
 
 
 class StartGenerateRequest(VerbRequest):
-    """resume_output_ids and preemption "return" come with a later issue; anything but their off value is refused."""
+    """begin: from where on the engine shall compute the prompt."""
 
     begin: Index
-    preemption: Annotated[Any, PlainValidator(_recompute, json_schema_input_type=Literal["recompute"])] = None
-    resume_output_ids: Annotated[Any, PlainValidator(_empty, json_schema_input_type=list[int])] = None
 
 
 class RequestIdBody(WireModel):
-    """`abort` and `renew`."""
+    """`abort`, `commit` and `renew`."""
 
     request_id: RequestId
 
@@ -146,6 +152,13 @@ class RenewAnswer(WireModel):
     lease_ttl_s: float | None = None
 
 
+class CommitAnswer(WireModel):
+    """cached_tokens: how many of the prompt's first tokens are in the prefix cache now."""
+
+    request_id: str | None = None
+    cached_tokens: int = Field(0, ge=0)
+
+
 class MatchPrefixAnswer(WireModel):
     prefix_matched_length: int = Field(ge=0)
 
@@ -182,6 +195,9 @@ class EngineCounters(WireModel):
     aborts: int = 0
     preemptions: int = 0
     leases_expired: int = 0
+    prefix_query_tokens: int = 0
+    prefix_hit_tokens: int = 0
+    evicted_pages: int = 0
 
 
 class EngineLoad(WireModel):
@@ -192,6 +208,8 @@ class EngineLoad(WireModel):
     reserved: int = 0
     free_pages: int = 0
     cached_pages: int = 0
+    pinned_pages: int = 0
+    evictable_pages: int = 0
     running_pages: int = 0
     reserved_pages: int = 0
     quarantined_pages: int = 0
@@ -225,8 +243,14 @@ def remote_send_body(result: RemoteSendResult, *, include_layer_times: bool) -> 
 
 def completion_body(request: GenerationRequest, *, model: str | None) -> dict[str, Any]:
     """``request`` as the body that every verb carries: prompt ids and all parameters. The verb's own fields are added
-    by the caller."""
+    by the caller. What only our engines know is left out where it has no effect."""
     sampling, stop = request.sampling, request.stop
+    ours = {
+        "cache_salt": request.cache_salt,
+        "timeout": request.timeout_s,
+        "resume_output_ids": list(request.resume_output_ids),
+        "preemption": None if request.preemption == "recompute" else request.preemption,
+    }
     return {
         "model": model,
         "prompt": list(request.prompt_token_ids),
@@ -244,6 +268,7 @@ def completion_body(request: GenerationRequest, *, model: str | None) -> dict[st
         "stop": list(stop.stop),
         "stop_token_ids": list(stop.stop_token_ids),
         "ignore_eos": stop.ignore_eos,
+        **{name: value for name, value in ours.items() if value},
     }
 
 
@@ -258,9 +283,14 @@ class _StreamChoice(WireModel):
     token_ids: list[int] = Field(default_factory=list)
 
 
+class _PromptDetails(WireModel):
+    cached_tokens: int = 0
+
+
 class _StreamUsage(WireModel):
     prompt_tokens: int = 0
     completion_tokens: int = 0
+    prompt_tokens_details: _PromptDetails = _PromptDetails()
 
 
 class _StreamEvent(WireModel):
@@ -272,14 +302,16 @@ class _StreamEvent(WireModel):
 class GenerationStreamReader:
     """Turns the events of a `start_generate` stream into ``GenerationChunk``s, in order.
 
-    prompt_tokens: the prompt's length. The chunk with the finish reason is held back until the usage event or the end
-    marker came, so that its totals are exact. ``done`` is True only after a whole stream.
+    prompt_tokens: the prompt's length; resumed_tokens: of the request's ``resume_output_ids``, which count as output and
+    do not come again. The chunk with the finish reason is held back until the usage event or the end marker came, so
+    that its totals are exact. ``done`` is True only after a whole stream.
     """
 
     prompt_tokens: int
+    resumed_tokens: int = 0
     done: bool = False
     _finished: bool = False
-    _completion_tokens: int = 0
+    _received_tokens: int = 0
     _last: GenerationChunk | None = None
 
     def feed(self, data: str) -> list[GenerationChunk]:
@@ -313,13 +345,13 @@ class GenerationStreamReader:
             raise EngineUnavailable(f"the engine sent a wrong chunk: {error.message}") from None
 
     def _take(self, choice: _StreamChoice) -> list[GenerationChunk]:
-        self._completion_tokens += len(choice.token_ids)
+        self._received_tokens += len(choice.token_ids)
         chunk = GenerationChunk(
             text=choice.text,
             token_ids=tuple(choice.token_ids),
             finish_reason=_finish_reason(choice.finish_reason),
             prompt_tokens=self.prompt_tokens,
-            completion_tokens=self._completion_tokens,
+            completion_tokens=self.resumed_tokens + self._received_tokens,
         )
         if self._finished:
             raise EngineUnavailable("the engine went on after the finish reason")
@@ -341,4 +373,9 @@ def _finish_reason(value: str | None) -> Any:
 
 
 def _with_usage(chunk: GenerationChunk, usage: _StreamUsage) -> GenerationChunk:
-    return replace(chunk, prompt_tokens=usage.prompt_tokens, completion_tokens=usage.completion_tokens)
+    return replace(
+        chunk,
+        prompt_tokens=usage.prompt_tokens,
+        completion_tokens=usage.completion_tokens,
+        cached_tokens=usage.prompt_tokens_details.cached_tokens,
+    )

@@ -19,6 +19,8 @@ from microserving.protocol.generation import SamplingParams, StopParams
 
 INT32_MAX: Final = 2**31 - 1
 UINT64_MAX: Final = 2**64 - 1
+MAX_SALT_CHARS: Final = 128
+MAX_TIMEOUT_S: Final = 86_400.0
 MAX_CHOICES_PER_PROMPT: Final = 128
 """Limit of `n` (OpenAI's)."""
 MAX_PROMPTS: Final = 256
@@ -57,8 +59,8 @@ def _no_longer_than(limit: int) -> BeforeValidator:
     return BeforeValidator(check)
 
 
-def _token_ids(value: list[Any]) -> list[int]:
-    """``value`` when it is a non-empty list of plain integers in [0, 2^31)."""
+def token_ids(value: list[Any]) -> list[int]:
+    """``value``, a non-empty list, when it holds plain integers in [0, 2^31); for validators."""
     if set(map(type, value)) != {int}:
         raise invalid("token ids must be integers")
     if min(value) < 0 or max(value) > INT32_MAX:
@@ -75,7 +77,7 @@ def _prompts(value: Any) -> list[Prompt]:
     if not value:
         raise invalid("must not be empty")
     if type(value[0]) is int:
-        return [_token_ids(value)]
+        return [token_ids(value)]
     if len(value) > MAX_PROMPTS:
         raise invalid(f"at most {MAX_PROMPTS} prompts in one request")
     if not all(value):
@@ -83,7 +85,7 @@ def _prompts(value: Any) -> list[Prompt]:
     if all(isinstance(item, str) for item in value):
         return value
     if all(isinstance(item, list) for item in value):
-        return [_token_ids(item) for item in value]
+        return [token_ids(item) for item in value]
     raise invalid("must be a string, a list of strings, a list of token ids, or a list of those lists")
 
 
@@ -180,6 +182,10 @@ class GenerationFields(WireModel):
     return_token_ids: bool = False
     user: Annotated[str, Field(max_length=MAX_NAME_CHARS)] | None = None
     request_id: Annotated[str, Field(min_length=1, max_length=MAX_NAME_CHARS)] | None = None
+    cache_salt: str = Field("", max_length=MAX_SALT_CHARS)
+    """vLLM's name: only requests with the same salt share cached prefixes; none is the salt ""."""
+    timeout: float | None = Field(None, gt=0, le=MAX_TIMEOUT_S)
+    """Seconds after which the request ends with 504; the header `x-request-timeout` may say less."""
     metadata: Annotated[dict[str, str], PlainValidator(_metadata, json_schema_input_type=dict[str, str])] = (
         Field(default_factory=dict)
     )

@@ -23,12 +23,32 @@ def dump(value: Any) -> bytes:
     return json.dumps(value, ensure_ascii=False, allow_nan=False, separators=(",", ":")).encode("utf-8")
 
 
-def usage_body(prompt_tokens: int, completion_tokens: int) -> dict[str, int]:
-    return {
-        "prompt_tokens": prompt_tokens,
-        "completion_tokens": completion_tokens,
-        "total_tokens": prompt_tokens + completion_tokens,
-    }
+@dataclass(slots=True)
+class Usage:
+    """What one request used. prompt_tokens: each prompt counted once. choices: of each prompt (n).
+
+    cached_tokens: of ``prompt_tokens``, those whose K/V came out of a prefix cache for the first choice of their prompt
+    (the others find what that one left).
+    """
+
+    prompt_tokens: int
+    choices: int = 1
+    completion_tokens: int = 0
+    cached_tokens: int = 0
+
+    def count(self, index: int, last: GenerationChunk) -> None:
+        """Choice ``index`` has ended with the chunk ``last``."""
+        self.completion_tokens += last.completion_tokens
+        if index % self.choices == 0:
+            self.cached_tokens += last.cached_tokens
+
+    def body(self) -> dict[str, Any]:
+        return {
+            "prompt_tokens": self.prompt_tokens,
+            "completion_tokens": self.completion_tokens,
+            "total_tokens": self.prompt_tokens + self.completion_tokens,
+            "prompt_tokens_details": {"cached_tokens": self.cached_tokens},
+        }
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,7 +58,6 @@ class FinishedChoice:
     text: str
     token_ids: tuple[int, ...]
     finish_reason: FinishReason
-    completion_tokens: int
 
 
 class AnswerShape:
@@ -67,21 +86,20 @@ class AnswerShape:
         choices = self._chat_choices(index, chunk, first) if self._chat else self._text_choices(index, chunk)
         return [self._head + dump([choice]) + self._tail for choice in choices]
 
-    def usage_chunk(self, prompt_tokens: int, completion_tokens: int) -> bytes | None:
+    def usage_chunk(self, usage: Usage) -> bytes | None:
         """The one usage chunk, which goes last; None when it was not asked for."""
         if not self._include_usage:
             return None
-        return self._head + b'[],"usage":' + dump(usage_body(prompt_tokens, completion_tokens)) + b"}"
+        return self._head + b'[],"usage":' + dump(usage.body()) + b"}"
 
-    def answer(self, choices: Sequence[FinishedChoice], prompt_tokens: int) -> bytes:
-        """The whole answer of a request that is not streamed. prompt_tokens: each prompt counted once."""
-        completion_tokens = sum(choice.completion_tokens for choice in choices)
+    def answer(self, choices: Sequence[FinishedChoice], usage: Usage) -> bytes:
+        """The whole answer of a request that is not streamed."""
         return dump(
             {
                 **self._constants,
                 "object": "chat.completion" if self._chat else "text_completion",
                 "choices": [self._whole_choice(index, choice) for index, choice in enumerate(choices)],
-                "usage": usage_body(prompt_tokens, completion_tokens),
+                "usage": usage.body(),
             }
         )
 

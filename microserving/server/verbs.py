@@ -11,6 +11,7 @@ from typing import TypeVar
 
 from microserving.errors import InvalidRequest
 from microserving.front import Exchange, FrontSettings, HotRoute, check_model, parse_request, tokenize
+from microserving.front.deadline import remaining_s
 from microserving.front.generations import check_vocabulary, pick_seed, resolve_max_tokens
 from microserving.front.openai_api import stream_answer, whole_answer
 from microserving.protocol.generation import GenerationRequest
@@ -30,7 +31,7 @@ from microserving.protocol.microserving import (
     resolve_index,
 )
 from microserving.protocol.openai import DEFAULT_COMPLETION_TOKENS
-from microserving.protocol.responses import AnswerShape
+from microserving.protocol.responses import AnswerShape, Usage
 from microserving.server.backend import EngineBackend
 from microserving.server.services import EngineServices
 
@@ -129,6 +130,10 @@ class Verbs:
             prompt_token_ids=tuple(prompt),
             sampling=fields.sampling_params(pick_seed(fields.seed)),
             stop=fields.stop_params(limit),
+            cache_salt=fields.cache_salt,
+            timeout_s=remaining_s(exchange, fields.timeout),
+            resume_output_ids=fields.resume_output_ids,
+            preemption=fields.preemption,
         )
         shape = AnswerShape(
             "completion",
@@ -139,7 +144,8 @@ class Verbs:
             token_ids=fields.return_token_ids,
         )
         answer = stream_answer if fields.stream else whole_answer
-        await answer(exchange, EngineBackend(self._services, begin=begin), [request], shape, len(prompt), 1)
+        backend = EngineBackend(self._services, begin=begin)
+        await answer(exchange, backend, [request], shape, Usage(len(prompt)), 1)
 
     async def abort(self, exchange: Exchange) -> None:
         """Idempotent: an unknown id is fine."""

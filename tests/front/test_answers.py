@@ -14,6 +14,7 @@ from microserving.errors import EngineUnavailable, KVExhausted
 from microserving.front import FrontSettings, create_front
 from microserving.front.generations import derive_seed
 from microserving.protocol.generation import GenerationChunk, GenerationRequest
+from microserving.protocol.responses import Usage
 
 from .fakes import ByteTokenizer, ScriptedBackend, call, events, pieces
 
@@ -48,7 +49,7 @@ def test_a_whole_completion() -> None:
     response = post(backend, TEXT)
     body = response.json()
     assert body["choices"] == [{"index": 0, "text": "Hello world", "logprobs": None, "finish_reason": "stop"}]
-    assert body["usage"] == {"prompt_tokens": 3, "completion_tokens": 3, "total_tokens": 6}
+    assert body["usage"] == Usage(3, completion_tokens=3).body()
     assert (body["object"], body["model"]) == ("text_completion", "org/tiny")
     (request,) = backend.requests
     assert request.prompt_token_ids == (97, 98, 99)
@@ -62,7 +63,7 @@ def test_a_whole_chat_answer() -> None:
     message = {"role": "assistant", "content": "é!", "refusal": None}
     assert body["choices"] == [{"index": 0, "message": message, "logprobs": None, "finish_reason": "length"}]
     prompt = len("user:hi;")
-    assert body["usage"] == {"prompt_tokens": prompt, "completion_tokens": 2, "total_tokens": prompt + 2}
+    assert body["usage"] == Usage(prompt, completion_tokens=2).body()
     assert backend.requests[0].stop.max_tokens == 64 - prompt
 
 
@@ -113,7 +114,7 @@ def test_one_usage_chunk_when_asked_for(body: dict[str, Any]) -> None:
     assert [chunk["usage"] for chunk in got[:-1]] == [None] * (len(got) - 1)
     prompt = 3 if "prompt" in body else len("user:hi;")
     assert got[-1]["choices"] == []
-    assert got[-1]["usage"] == {"prompt_tokens": prompt, "completion_tokens": 6, "total_tokens": prompt + 6}
+    assert got[-1]["usage"] == Usage(prompt, completion_tokens=6).body()
 
 
 @pytest.mark.case("API-07")
@@ -186,7 +187,7 @@ def test_without_a_seed_each_request_gets_its_own() -> None:
 def test_usage_counts_each_prompt_once() -> None:
     body = post(ScriptedBackend(), {**TEXT, "prompt": ["a", "bcd"], "n": 2}).json()
     assert [choice["index"] for choice in body["choices"]] == [0, 1, 2, 3]
-    assert body["usage"] == {"prompt_tokens": 4, "completion_tokens": 12, "total_tokens": 16}
+    assert body["usage"] == Usage(4, completion_tokens=12).body()
 
 
 @pytest.mark.case("STR-03")

@@ -10,7 +10,7 @@ from openai.types import Completion
 from openai.types.chat import ChatCompletion, ChatCompletionChunk
 
 from microserving.protocol.generation import GenerationChunk
-from microserving.protocol.responses import AnswerShape, FinishedChoice, Kind, dump
+from microserving.protocol.responses import AnswerShape, FinishedChoice, Kind, Usage, dump
 
 
 def shape(kind: Kind, *, usage: bool = False, ids: bool = False) -> AnswerShape:
@@ -66,26 +66,39 @@ def test_token_ids_are_carried_once_when_asked_for() -> None:
 @pytest.mark.case("API-01")
 @pytest.mark.case("API-03")
 def test_usage_only_when_asked_for_and_only_at_the_end() -> None:
-    assert shape("chat").usage_chunk(3, 4) is None
+    assert shape("chat").usage_chunk(Usage(3)) is None
     asked = shape("chat", usage=True)
     assert chunks(asked, GenerationChunk("a"))[0]["usage"] is None
-    last = json.loads(asked.usage_chunk(3, 4) or b"")
+    last = json.loads(asked.usage_chunk(Usage(3, 1, 4, 2)) or b"")
     assert last["choices"] == []
-    assert last["usage"] == {"prompt_tokens": 3, "completion_tokens": 4, "total_tokens": 7}
+    assert last["usage"] == {
+        "prompt_tokens": 3,
+        "completion_tokens": 4,
+        "total_tokens": 7,
+        "prompt_tokens_details": {"cached_tokens": 2},
+    }
     ChatCompletionChunk.model_validate(last, strict=True)
 
 
 @pytest.mark.case("API-39")
 def test_whole_answers() -> None:
-    choices = [FinishedChoice("a", (1,), "stop", 1), FinishedChoice("bc", (2, 3), "length", 2)]
-    text = json.loads(shape("completion").answer(choices, 5))
+    choices = [FinishedChoice("a", (1,), "stop"), FinishedChoice("bc", (2, 3), "length")]
+    text = json.loads(shape("completion").answer(choices, Usage(5, 2, 3)))
     assert Completion.model_validate(text, strict=True).choices[1].text == "bc"
-    assert text["usage"] == {"prompt_tokens": 5, "completion_tokens": 3, "total_tokens": 8}
-    chat = json.loads(shape("chat", ids=True).answer(choices, 5))
+    assert text["usage"] == Usage(5, completion_tokens=3).body()
+    chat = json.loads(shape("chat", ids=True).answer(choices, Usage(5, 2, 3)))
     parsed = ChatCompletion.model_validate(chat, strict=True)
     assert [choice.message.content for choice in parsed.choices] == ["a", "bc"]
     assert chat["object"] == "chat.completion"
     assert [choice["token_ids"] for choice in chat["choices"]] == [[1], [2, 3]]
+
+
+def test_usage_counts_a_prompts_cached_tokens_once() -> None:
+    """Two prompts (5 tokens together), two choices of each: the second choice finds what the first one left."""
+    usage = Usage(5, choices=2)
+    for index, (completion, cached) in enumerate([(4, 1), (3, 3), (2, 0), (1, 2)]):
+        usage.count(index, GenerationChunk("", (), "stop", 3, completion, cached))
+    assert (usage.completion_tokens, usage.cached_tokens) == (10, 1)
 
 
 @pytest.mark.case("API-14")

@@ -28,7 +28,7 @@ from microserving.protocol.microserving import (
     resolve_index,
     stream_fields,
 )
-from microserving.protocol.responses import AnswerShape, dump
+from microserving.protocol.responses import AnswerShape, Usage, dump
 
 SEND = {"prompt": [1, 2], "begin": 0, "end": -1, "kv_addr_info": "x", "recv_rank": 0}
 
@@ -69,8 +69,16 @@ def test_what_a_verb_refuses() -> None:
             validate(RemoteSendRequest, {**SEND, **fields})
         assert caught.value.param == param
     for fields, param in [
-        ({"preemption": "return"}, "preemption"),
-        ({"resume_output_ids": [1]}, "resume_output_ids"),
+        ({"preemption": "never"}, "preemption"),
+        ({"preemption": True}, "preemption"),
+        ({"resume_output_ids": "1"}, "resume_output_ids"),
+        ({"resume_output_ids": [-1]}, "resume_output_ids"),
+        ({"resume_output_ids": [True]}, "resume_output_ids"),
+        ({"resume_output_ids": [1, 2.0]}, "resume_output_ids"),
+        ({"timeout": 0}, "timeout"),
+        ({"timeout": "5"}, "timeout"),
+        ({"cache_salt": 5}, "cache_salt"),
+        ({"cache_salt": "s" * 129}, "cache_salt"),
     ]:
         with pytest.raises(InvalidRequest) as caught:
             validate(StartGenerateRequest, {"prompt": "a", "begin": 0, **fields})
@@ -122,16 +130,42 @@ def test_remote_send_answers_survive_the_wire() -> None:
 
 def test_a_generation_request_survives_the_wire() -> None:
     sampling = SamplingParams(0.8, 0.9, 40, 0.05, 0.5, -0.5, 1.1, {3: -100.0, 7: 1.5}, 2**64 - 1)
-    request = GenerationRequest("r-1", (1, 2, 3), sampling, StopParams(9, ("a", "b"), (4,), True))
+    request = GenerationRequest(
+        "r-1",
+        (1, 2, 3),
+        sampling,
+        StopParams(9, ("a", "b"), (4,), True),
+        cache_salt="tenant",
+        timeout_s=2.5,
+        resume_output_ids=(7, 8),
+        preemption="return",
+    )
     body = {**completion_body(request, model="m"), **stream_fields(), "begin": -1}
     parsed = validate(StartGenerateRequest, parse_object(dump(body)))
     assert parsed.seed == 2**64 - 1
     assert parsed.sampling_params(parsed.seed) == sampling
     assert parsed.stop_params(parsed.max_tokens or 0) == request.stop
     assert (parsed.only_prompt, parsed.given_id, parsed.begin) == ([1, 2, 3], "r-1", -1)
+    assert (parsed.cache_salt, parsed.timeout) == ("tenant", 2.5)
+    assert (parsed.resume_output_ids, parsed.preemption) == ((7, 8), "return")
     assert parsed.stream
     assert parsed.include_usage
     assert parsed.return_token_ids
+
+
+def test_what_is_not_asked_for_is_not_sent() -> None:
+    """An engine of another make sees no field that it does not know, unless it matters."""
+    request = GenerationRequest("r-1", (1,), SamplingParams(), StopParams())
+    assert not {"cache_salt", "timeout", "resume_output_ids", "preemption"} & set(
+        completion_body(request, model="m")
+    )
+
+
+def test_null_is_the_default() -> None:
+    body = {"prompt": "a", "begin": 0, "cache_salt": None, "timeout": None, "resume_output_ids": None}
+    parsed = validate(StartGenerateRequest, {**body, "preemption": None})
+    assert (parsed.cache_salt, parsed.timeout) == ("", None)
+    assert (parsed.resume_output_ids, parsed.preemption) == ((), "recompute")
 
 
 CHUNKS = [
@@ -146,7 +180,7 @@ def events(include_usage: bool) -> list[str]:
         "completion", answer_id="x", created=1, model="m", include_usage=include_usage, token_ids=True
     )
     data = [event for chunk in CHUNKS for event in shape.chunks(0, chunk, first=False)]
-    usage = shape.usage_chunk(4, 4)
+    usage = shape.usage_chunk(Usage(4, 1, 4))
     return [event.decode() for event in (*data, *([usage] if usage else []))] + ["[DONE]"]
 
 
@@ -161,9 +195,17 @@ def test_the_usage_of_the_stream_wins() -> None:
     reader = GenerationStreamReader(prompt_tokens=4)
     reader.feed('{"choices":[{"index":0,"text":"a","finish_reason":"stop"}]}')
     (last,) = reader.feed(
-        '{"choices":[],"usage":{"prompt_tokens":9,"completion_tokens":8,"total_tokens":17}}'
+        '{"choices":[],"usage":{"prompt_tokens":9,"completion_tokens":8,"total_tokens":17,'
+        '"prompt_tokens_details":{"cached_tokens":6}}}'
     )
     assert (last.prompt_tokens, last.completion_tokens, last.finish_reason) == (9, 8, "stop")
+    assert last.cached_tokens == 6
+
+
+def test_resumed_tokens_count_from_the_start() -> None:
+    reader = GenerationStreamReader(prompt_tokens=4, resumed_tokens=10)
+    (chunk,) = reader.feed('{"choices":[{"index":0,"text":"a","token_ids":[5]}]}')
+    assert (chunk.token_ids, chunk.completion_tokens) == ((5,), 11)
 
 
 @pytest.mark.parametrize(

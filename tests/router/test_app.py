@@ -13,6 +13,7 @@ import httpx
 import pytest
 
 from microserving.errors import ConfigError, ProgramError, StartupError
+from microserving.protocol.responses import Usage
 from microserving.router import RouterConfig
 from microserving.router.app import Router, create_app
 from microserving.router.run import run_router
@@ -67,7 +68,7 @@ def test_a_completion_through_the_verbs() -> None:
     async def scenario(setup: Setup) -> None:
         answer = (await setup.complete(user="me")).json()
         assert answer["choices"][0]["text"] == "Hello"
-        assert answer["usage"] == {"prompt_tokens": 4, "completion_tokens": 2, "total_tokens": 6}
+        assert answer["usage"] == Usage(4, completion_tokens=2).body()
         assert setup.decode.verbs == ["prep_recv", "start_generate"]
         assert setup.prefill.verbs == ["remote_send"]
         ids = {body["request_id"] for _, body in [*setup.decode.bodies, *setup.prefill.bodies]}

@@ -11,6 +11,7 @@ import pytest
 
 from microserving.engine.fake_runner import TINY_LAYOUT
 from microserving.protocol.microserving import GenerationStreamReader, stream_fields
+from microserving.protocol.responses import Usage
 from microserving.protocol.sse import SSEParser
 
 from .engines import MODEL, Running
@@ -125,9 +126,7 @@ def test_a_stream_tells_all_that_a_chunk_holds(prefill: Running, decode: Running
     last = chunks[-1]
     assert (last.finish_reason, last.prompt_tokens, last.completion_tokens) == ("length", 40, 12)
     usages = [json.loads(event).get("usage") for event in data[:-1]]
-    assert [usage for usage in usages if usage] == [
-        {"prompt_tokens": 40, "completion_tokens": 12, "total_tokens": 52}
-    ]
+    assert [usage for usage in usages if usage] == [Usage(40, completion_tokens=12).body()]
 
 
 def test_nothing_to_send(prefill: Running, decode: Running) -> None:
@@ -148,7 +147,7 @@ def test_text_and_ids_are_the_same_prompt(prefill: Running, decode: Running) -> 
     )
     assert sent.json()["tokens_sent"] == 4
     answer = decode.verb("start_generate", prompt=["hello"], begin=4, request_id="t", temperature=0)
-    assert answer.json()["usage"] == {"prompt_tokens": 5, "completion_tokens": 16, "total_tokens": 21}
+    assert answer.json()["usage"] == Usage(5, completion_tokens=16).body()
 
 
 def test_an_unknown_id_is_a_new_request(prefill: Running) -> None:
