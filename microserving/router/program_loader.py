@@ -1,6 +1,7 @@
-"""Loads a router program from a file, or a shipped one by name, and checks all that can be checked before it runs.
+"""Loads a router program from a file, a shipped one by name, or from text, and checks all that can be checked before
+it runs.
 
-Every fault is a ProgramError whose message starts with ``file:line:``. Does not run programs.
+Every fault is a ProgramError whose message starts with ``file:line:``. Does not run programs (``dry_run``).
 """
 
 from __future__ import annotations
@@ -18,14 +19,18 @@ from types import ModuleType
 import microserving
 from microserving.errors import ProgramError
 from microserving.program import Program
+from microserving.router.program_imports import forbidden_import
 
 SHIPPED_DIR = Path(microserving.__file__).resolve().parent.parent / "router_programs"
 """Next to the package, in a checkout and in an installation."""
+MAX_PROGRAM_BYTES = 2**20
+
+_MODULE_PREFIX = "router_program_"
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class LoadedProgram:
-    """A program ready to run. name: the file's stem. line: where its class begins."""
+    """A program ready to run; compared by identity. name: the file's stem. line: where its class begins."""
 
     name: str
     path: Path
@@ -38,50 +43,36 @@ class LoadedProgram:
 
     def locate(self, error: BaseException) -> str:
         """``file:line`` of the program's own innermost line that ``error`` passed; its class when it passed none."""
-        frames = traceback.walk_tb(error.__traceback__)
-        own = [line for frame, line in frames if frame.f_code.co_filename == str(self.path)]
-        return f"{self.path}:{own[-1]}" if own else self.where
+        line = _own_line(error, self.path)
+        return self.where if line is None else f"{self.path}:{line}"
 
-
-def shipped_programs() -> list[str]:
-    """The names that ``load_program`` knows without a file, sorted."""
-    return sorted(path.stem for path in SHIPPED_DIR.glob("*.py"))
-
-
-def load_program(program: str, settings: Mapping[str, object] | None = None) -> LoadedProgram:
-    """The program in the file ``program``, or the shipped one of that name, with its settings.
-
-    Raises: ProgramError; ``param`` names the setting when one is wrong.
-    """
-    file = _ProgramFile.read(_find(program))
-    cls = _only_program(_execute(file), file)
-    _check_route(cls, file)
-    try:
-        instance = cls(**(settings or {}))
-    except ProgramError as error:
-        raise file.fault(file.line_of(cls, error.param), error.message, param=error.param) from error
-    except Exception as error:  # the wall: a program may raise anything
-        raise file.failure(error, fallback=file.line_of(cls)) from error
-    return LoadedProgram(name=file.path.stem, path=file.path, line=file.line_of(cls), instance=instance)
+    def unload(self) -> None:
+        """Forget its module. Idempotent; what still runs of it goes on."""
+        _forget_module(type(self.instance).__module__)
 
 
 @dataclass(frozen=True, slots=True)
-class _ProgramFile:
-    """The text that was loaded (the file may change later), and errors that point into it."""
+class ProgramSource:
+    """A program's text, and errors that point into it. path: what messages call the file; it is not read again."""
 
     path: Path
-    source: bytes
+    text: bytes
 
-    @classmethod
-    def read(cls, path: Path) -> _ProgramFile:
-        try:
-            return cls(path, path.read_bytes())
-        except OSError as error:
-            raise ProgramError(f"cannot read the router program {path}: {error.strerror}") from error
+    def fault(self, line: int, message: str, *, param: str | None = None) -> ProgramError:
+        return ProgramError(f"{self.path}:{line}: {message}", param=param)
+
+    def failure(self, error: BaseException, *, fallback: int) -> ProgramError:
+        """One line for an exception that came out of the text, at the innermost line of the text itself."""
+        if isinstance(error, SyntaxError) and error.filename == str(self.path):
+            line, reason = error.lineno, error.msg
+        else:
+            line, reason = _own_line(error, self.path), str(error)
+        message = " ".join(f"{type(error).__name__}: {reason}".split()).removesuffix(":")
+        return self.fault(line or fallback, message)
 
     def line_of(self, cls: type, setting: str | None = None) -> int:
         """Where the class, or the setting in it, is written; the class when it does not have the setting itself."""
-        for node in ast.walk(ast.parse(self.source)):
+        for node in ast.walk(ast.parse(self.text)):
             if isinstance(node, ast.ClassDef) and node.name == cls.__name__:
                 lines = [
                     item.lineno
@@ -93,19 +84,60 @@ class _ProgramFile:
                 return lines[0] if lines else node.lineno
         return 1
 
-    def fault(self, line: int, message: str, *, param: str | None = None) -> ProgramError:
-        return ProgramError(f"{self.path}:{line}: {message}", param=param)
 
-    def failure(self, error: BaseException, *, fallback: int) -> ProgramError:
-        """One line for an exception that came out of the file, at the innermost line of the file itself."""
-        if isinstance(error, SyntaxError) and error.filename == str(self.path):
-            line, reason = error.lineno, error.msg
-        else:
-            frames = traceback.extract_tb(error.__traceback__)
-            own = [frame.lineno for frame in frames if frame.filename == str(self.path)]
-            line, reason = (own[-1] if own else None), str(error)
-        message = " ".join(f"{type(error).__name__}: {reason}".split())
-        return self.fault(line or fallback, message)
+def shipped_programs() -> list[str]:
+    """The names that ``load_program`` knows without a file, sorted."""
+    return sorted(path.stem for path in SHIPPED_DIR.glob("*.py"))
+
+
+def load_program(program: str, settings: Mapping[str, object] | None = None) -> LoadedProgram:
+    """The program in the file ``program``, or the shipped one of that name, with its settings. Raises as
+    ``load_source``."""
+    return load_source(read_program(program), settings)
+
+
+def read_program(program: str) -> ProgramSource:
+    """The text of the file ``program``, or of the shipped program of that name. Raises: ProgramError."""
+    path = _find(program)
+    try:
+        with path.open("rb") as file:
+            text = file.read(MAX_PROGRAM_BYTES + 1)
+    except OSError as error:
+        raise ProgramError(f"cannot read the router program {path}: {error.strerror}") from error
+    return source_of(path, text)
+
+
+def source_of(path: Path, text: bytes) -> ProgramSource:
+    """A text from elsewhere. path: what messages call it. Raises: ProgramError when it is too long."""
+    if len(text) > MAX_PROGRAM_BYTES:
+        raise ProgramError(f"{path}: a router program may have at most {MAX_PROGRAM_BYTES} bytes")
+    return ProgramSource(path, text)
+
+
+def load_source(source: ProgramSource, settings: Mapping[str, object] | None = None) -> LoadedProgram:
+    """The program in ``source`` with its settings.
+
+    Raises: ProgramError; ``param`` names the setting when one is wrong. Nothing of a refused program stays loaded.
+    """
+    module = _execute(source)
+    try:
+        return _instantiate(module, source, settings or {})
+    except BaseException:
+        _forget_module(module.__name__)
+        raise
+
+
+def _instantiate(module: ModuleType, source: ProgramSource, settings: Mapping[str, object]) -> LoadedProgram:
+    cls = _only_program(module, source)
+    _check_route(cls, source)
+    _check_plan(cls, source)
+    try:
+        instance = cls(**settings)
+    except ProgramError as error:
+        raise source.fault(source.line_of(cls, error.param), error.message, param=error.param) from error
+    except (Exception, SystemExit) as error:  # the wall: a program may raise anything
+        raise source.failure(error, fallback=source.line_of(cls)) from error
+    return LoadedProgram(name=source.path.stem, path=source.path, line=source.line_of(cls), instance=instance)
 
 
 def _find(program: str) -> Path:
@@ -123,20 +155,38 @@ def _find(program: str) -> Path:
     return path
 
 
-def _execute(file: _ProgramFile) -> ModuleType:
+def _execute(source: ProgramSource) -> ModuleType:
     """Import without Python's caches: a file that was just changed is read anew, under a name of its own."""
-    module = ModuleType(f"router_program_{file.path.stem}_{uuid.uuid4().hex}")
-    module.__file__ = str(file.path)
+    module = ModuleType(f"{_MODULE_PREFIX}{source.path.stem}_{uuid.uuid4().hex}")
+    module.__file__ = str(source.path)
     sys.modules[module.__name__] = module  # dataclasses and annotations look their module up here
     try:
-        exec(compile(file.source, str(file.path), "exec", dont_inherit=True), module.__dict__)
+        tree = ast.parse(source.text, str(source.path))
+        if (forbidden := forbidden_import(tree)) is not None:
+            raise source.fault(*forbidden)
+        exec(compile(tree, str(source.path), "exec", dont_inherit=True), module.__dict__)
+    except ProgramError:
+        _forget_module(module.__name__)
+        raise
     except (Exception, SystemExit) as error:  # the wall: a program may raise anything
-        del sys.modules[module.__name__]
-        raise file.failure(error, fallback=1) from error
+        _forget_module(module.__name__)
+        raise source.failure(error, fallback=1) from error
     return module
 
 
-def _only_program(module: ModuleType, file: _ProgramFile) -> type[Program]:
+def _forget_module(name: str) -> None:
+    if name.startswith(_MODULE_PREFIX):
+        sys.modules.pop(name, None)
+
+
+def _own_line(error: BaseException, path: Path) -> int | None:
+    """The innermost line in ``path`` that ``error`` passed."""
+    frames = traceback.walk_tb(error.__traceback__)
+    own = [line for frame, line in frames if frame.f_code.co_filename == str(path)]
+    return own[-1] if own else None
+
+
+def _only_program(module: ModuleType, source: ProgramSource) -> type[Program]:
     """The one Program subclass defined in the file; classes with a leading underscore are helpers."""
     found = [
         value
@@ -148,23 +198,40 @@ def _only_program(module: ModuleType, file: _ProgramFile) -> type[Program]:
     ]
     classes = list(dict.fromkeys(found))
     if not classes:
-        raise file.fault(1, "there is no subclass of Program in this file")
+        raise source.fault(1, "there is no subclass of Program in this file")
     if len(classes) > 1:
         names = ", ".join(cls.__name__ for cls in classes)
-        raise file.fault(
-            file.line_of(classes[1]), f"a file holds one program, this one has {len(classes)}: {names}"
-        )
+        message = f"a file holds one program, this one has {len(classes)}: {names}"
+        raise source.fault(source.line_of(classes[1]), message)
     return classes[0]
 
 
-def _check_route(cls: type[Program], file: _ProgramFile) -> None:
-    route = cls.route
-    if route is Program.route:
-        raise file.fault(file.line_of(cls), f"{cls.__name__} has no route(self, request, cluster)")
-    line = route.__code__.co_firstlineno if inspect.isfunction(route) else file.line_of(cls)
-    if not inspect.isasyncgenfunction(route):
-        raise file.fault(line, "route must be an async generator: `async def` with a `yield` in it")
+def _check_route(cls: type[Program], source: ProgramSource) -> None:
+    if cls.route is Program.route:
+        raise source.fault(source.line_of(cls), f"{cls.__name__} has no route(self, request, cluster)")
+    line = _line_of_method(cls, cls.route, source)
+    if not inspect.isasyncgenfunction(cls.route):
+        raise source.fault(line, "route must be an async generator: `async def` with a `yield` in it")
     try:
-        inspect.signature(route).bind(None, None, None)
+        inspect.signature(cls.route).bind(None, None, None)
     except TypeError as error:
-        raise file.fault(line, f"route must take (self, request, cluster): {error}") from error
+        raise source.fault(line, f"route must take (self, request, cluster): {error}") from error
+
+
+def _check_plan(cls: type[Program], source: ProgramSource) -> None:
+    line = _line_of_method(cls, cls.plan, source)
+    if not inspect.iscoroutinefunction(cls.plan):
+        raise source.fault(line, "plan must be `async def` without a `yield` in it")
+    try:
+        inspect.signature(cls.plan).bind(None, None)
+    except TypeError as error:
+        raise source.fault(line, f"plan must take (self, cluster): {error}") from error
+
+
+def _line_of_method(cls: type[Program], method: object, source: ProgramSource) -> int:
+    """The class's line when the method is written elsewhere."""
+    code = getattr(method, "__code__", None)
+    if code is not None and code.co_filename == str(source.path):
+        line: int = code.co_firstlineno
+        return line
+    return source.line_of(cls)
