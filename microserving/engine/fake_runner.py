@@ -15,9 +15,11 @@ from collections.abc import Callable, Sequence
 import numpy as np
 import numpy.typing as npt
 
-from microserving.engine.runner import LayerTimes, RunnerChunk, StepOutput
+from microserving.engine.runner import LayerTimes, RemoteTarget, RunnerChunk, StepOutput
+from microserving.errors import InternalError
 from microserving.protocol.kv_layout import KVLayout
-from microserving.transports.base import RemotePool
+from microserving.transports.base import LeaseGuard, RemotePool
+from microserving.transports.lease_words import LEASE_WORDS
 
 Words = npt.NDArray[np.uint64]
 
@@ -28,6 +30,7 @@ class FakeRunner:
     """A ``ModelRunner``. memory: uint8 [total_pages * layout.bytes_per_page], its KV pool; made here when None.
 
     ``before_run`` is called with each step's chunks: a test may record them, or raise to break the step.
+    ``before_put`` is called with the layer before each layer's put into another pool, of ``run`` and ``copy_slots``.
     """
 
     def __init__(
@@ -39,6 +42,7 @@ class FakeRunner:
         max_context: int = 1024,
         memory: npt.NDArray[np.uint8] | None = None,
         before_run: Callable[[Sequence[RunnerChunk]], None] | None = None,
+        before_put: Callable[[int], None] | None = None,
     ) -> None:
         self.layout = layout
         self._total_pages = total_pages
@@ -47,6 +51,9 @@ class FakeRunner:
         self.memory = np.zeros(total_pages * layout.bytes_per_page, np.uint8) if memory is None else memory
         self._pool = _Pool(layout, self.memory, total_pages)
         self.before_run = before_run
+        self.before_put = before_put
+        self.remote_pool = RemotePool(self.memory, total_pages, np.zeros(LEASE_WORDS, np.int64))
+        """This pool as a sender in the same process sees it. Who grants a lease sets its word."""
 
     @property
     def vocab_size(self) -> int:
@@ -68,11 +75,6 @@ class FakeRunner:
     def kv_bytes_per_token(self) -> int:
         return self.layout.bytes_per_token
 
-    @property
-    def remote_pool(self) -> RemotePool:
-        """This pool as a sender in the same process sees it."""
-        return RemotePool(self.memory, self._total_pages)
-
     def run(self, chunks: Sequence[RunnerChunk]) -> StepOutput:
         if self.before_run is not None:
             self.before_run(chunks)
@@ -89,6 +91,37 @@ class FakeRunner:
             times[2, layer] = time.monotonic_ns()
         wanted = [h[-1] for chunk, h in zip(chunks, hidden, strict=True) if chunk.needs_logits]
         return StepOutput(self._logits(wanted), None if remote is None else LayerTimes(*times))
+
+    def copy_slots(
+        self,
+        source: npt.NDArray[np.int32],
+        target: npt.NDArray[np.int32],
+        remote: RemoteTarget | None = None,
+    ) -> LayerTimes | None:
+        pool = (
+            self._pool if remote is None else _Pool(self.layout, remote.pool.memory, remote.pool.total_pages)
+        )
+        self._check_slots(source, self.total_pages)
+        self._check_slots(target, self.total_pages if remote is None else remote.pool.total_pages)
+        if remote is None and np.isin(target, source).any():
+            raise InternalError("a slot is both source and target of a copy")
+        times = np.zeros((3, self.layout.layers), np.int64)
+        for layer in range(self.layout.layers):
+            times[0, layer] = time.monotonic_ns()
+            if remote is not None:
+                self._about_to_put(layer)
+            if remote is None or _holds(remote.pool, remote.guard):
+                pool.write(layer, target.astype(np.int64), *self._pool.read(layer, source.astype(np.int64)))
+            times[1:, layer] = time.monotonic_ns()
+        return None if remote is None else LayerTimes(*times)
+
+    def _check_slots(self, slots: npt.NDArray[np.int32], pages: int) -> None:
+        if ((slots < 0) | (slots >= pages * self.page_size)).any():
+            raise InternalError("a slot of this copy is outside its pool")
+
+    def _about_to_put(self, layer: int) -> None:
+        if self.before_put is not None:
+            self.before_put(layer)
 
     def _remote(self, chunks: Sequence[RunnerChunk]) -> _Pool | None:
         puts = [chunk.put for chunk in chunks if chunk.put is not None]
@@ -107,8 +140,9 @@ class FakeRunner:
             pool.write(layer, slots, *self._rows(layer, chunk, h))
 
     def _put(self, layer: int, chunks: Sequence[RunnerChunk], hidden: Sequence[Words], pool: _Pool) -> None:
+        self._about_to_put(layer)
         for chunk, h in zip(chunks, hidden, strict=True):
-            if chunk.put is not None:
+            if chunk.put is not None and _holds(chunk.put.pool, chunk.put.guard):
                 sent = np.flatnonzero(chunk.put.slots >= 0)
                 k, v = self._rows(layer, chunk, h)
                 pool.write(layer, chunk.put.slots[sent].astype(np.int64), k[sent], v[sent])
@@ -185,6 +219,10 @@ class _Pool:
     def read(self, layer: int, slots: npt.NDArray[np.int64]) -> tuple[Words, Words]:
         page, offset = np.divmod(slots, self._page_size)
         return self._k[layer, page, offset].astype(np.uint64), self._v[layer, page, offset].astype(np.uint64)
+
+
+def _holds(pool: RemotePool, guard: LeaseGuard) -> bool:
+    return bool(pool.leases[guard.word] == guard.lease_id)
 
 
 def _slots(pages: Sequence[int], end: int, page_size: int) -> npt.NDArray[np.int64]:

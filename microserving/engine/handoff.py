@@ -3,9 +3,9 @@
 Owns the order of the steps and who is told what when one fails. Does not know HTTP, how pages are reserved, how the
 model runs or how bytes get there: those are the scheduler, the engine and the transport.
 
-A lease that ends while its writer computes stops the writer before its next step (chunk): the receiver says so over
-the link. To stop it before the next layer's put, the put kernel would have to read a word of the receiver's memory:
-not done yet. Until the writer has said that it stopped the pages are quarantined, so a late put harms nobody.
+A lease that ends while its writer computes stops the puts before the next layer (the job's guard: the put kernel reads
+a word of the receiver's memory) and the writer before its next step (chunk): the receiver says so over the link. Until
+the writer has said that it stopped the pages are quarantined, so a put that had begun harms nobody.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ from microserving.protocol.kv_descriptor import (
     slots_from_segments,
 )
 from microserving.protocol.kv_layout import KVLayout
-from microserving.transports.base import Connection, Lease, RemotePool, Transport
+from microserving.transports.base import Connection, Lease, LeaseGuard, RemotePool, Transport
 
 _log = logging.getLogger(__name__)
 _T = TypeVar("_T")
@@ -205,7 +205,7 @@ class HandoffSender:
         self._check_pool(pool, descriptor)
         write = _Write(connection, descriptor, self._timeout_s)
         try:
-            await write.begin()
+            guard = await write.begin()
             granted_ns = self._now_ns()
             job = SendJob(
                 request_id=request_id,
@@ -216,6 +216,7 @@ class HandoffSender:
                 # With the mapping's identity: after a reconnect the same engine is mapped a second time.
                 destination=f"{descriptor.engine_id}@{descriptor.epoch}#{id(pool):x}",
                 slots=slots_from_segments(descriptor.segments),
+                guard=guard,
             )
             done = await write.during(self._engine.send(job))
             put_ns = self._now_ns()
@@ -259,11 +260,11 @@ class _Write:
         self._stop: asyncio.Future[MicroservingError] = self._loop.create_future()
         self._open = False  # the receiver was asked, and not told yet that it ended
 
-    async def begin(self) -> None:
+    async def begin(self) -> LeaseGuard:
         """Get the grant. Raises LeaseError, TransferFailed."""
         self._open = True
         try:
-            await self._answer(self._connection.begin(self._lease, self._on_stop))
+            return await self._answer(self._connection.begin(self._lease, self._on_stop))
         except LeaseError:
             self._open = False
             raise
@@ -296,10 +297,10 @@ class _Write:
             self._open = False
             self._connection.finish(self._lease, False)
 
-    async def _answer(self, answer: Future[None]) -> None:
+    async def _answer(self, answer: Future[_T]) -> _T:
         try:
             async with asyncio.timeout(self._timeout_s):
-                await asyncio.wrap_future(answer)
+                return await asyncio.wrap_future(answer)
         except TimeoutError:
             raise TransferFailed(
                 f"the receiving engine did not answer within {self._timeout_s:g} s"

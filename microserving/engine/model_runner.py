@@ -25,7 +25,7 @@ from microserving.engine.kernels.plan import AttentionShape, Planner
 from microserving.engine.models.base import ModelSpec
 from microserving.engine.models.registry import model_class
 from microserving.engine.rope import RopeTable
-from microserving.engine.runner import LayerTimes, RunnerChunk, StepOutput
+from microserving.engine.runner import LayerTimes, RemoteTarget, RunnerChunk, StepOutput
 from microserving.engine.tensors import Staging, pool_tensor
 from microserving.engine.weights import pack_matrix, pack_vector, tile_kind
 from microserving.errors import InternalError, ModelLoadError
@@ -131,6 +131,14 @@ class TVMModelRunner:
         logits, times = self._step_put(*arguments, *remote, self._parameters)
         stamps = times.numpy()
         return StepOutput(logits.numpy(), LayerTimes(stamps[:, 0], stamps[:, 1], stamps[:, 2]))
+
+    def copy_slots(
+        self,
+        source: npt.NDArray[np.int32],
+        target: npt.NDArray[np.int32],
+        remote: RemoteTarget | None = None,
+    ) -> LayerTimes | None:
+        raise InternalError("not there yet")
 
     def _arguments(self, chunks: Sequence[RunnerChunk]) -> list[Any]:
         """The inputs of ``step`` in the order of ``models.base.step_signature``."""

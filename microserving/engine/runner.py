@@ -12,7 +12,7 @@ from typing import Protocol
 import numpy as np
 import numpy.typing as npt
 
-from microserving.transports.base import RemotePool
+from microserving.transports.base import LeaseGuard, RemotePool
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,10 +20,20 @@ class RemotePut:
     """Also write the K/V of a chunk into another engine's pool, layer by layer, as soon as each layer has it.
 
     slots: int32 [len(token_ids)], the receiver's slot (page * page_size + offset) of each token, -1 = do not send.
+    guard: checked before every layer's put; once the receiver's word is another, nothing more of this put is written.
     """
 
     pool: RemotePool
     slots: npt.NDArray[np.int32]
+    guard: LeaseGuard
+
+
+@dataclass(frozen=True, slots=True)
+class RemoteTarget:
+    """Another engine's pool, and the guard of the lease that lets us write into it (as in ``RemotePut``)."""
+
+    pool: RemotePool
+    guard: LeaseGuard
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,7 +75,10 @@ class StepOutput:
 
 
 class ModelRunner(Protocol):
-    """Computes steps over a paged KV pool that it does not own the bookkeeping of. Used from one thread."""
+    """Computes steps over a paged KV pool that it does not own the bookkeeping of.
+
+    ``run`` is used from one thread; ``copy_slots`` from any, also while ``run`` runs.
+    """
 
     @property
     def vocab_size(self) -> int: ...
@@ -85,7 +98,21 @@ class ModelRunner(Protocol):
         """layers * 2 * kv_heads * head_dim * itemsize."""
 
     def run(self, chunks: Sequence[RunnerChunk]) -> StepOutput:
-        """Compute one step. All puts of one call go to the same pool object.
+        """Compute one step. All puts of one call go to the same pool object, each under its own guard.
 
         Row values depend only on the sequence's own tokens and absolute positions (batch invariance).
+        """
+
+    def copy_slots(
+        self,
+        source: npt.NDArray[np.int32],
+        target: npt.NDArray[np.int32],
+        remote: RemoteTarget | None = None,
+    ) -> LayerTimes | None:
+        """Copy the K/V of slots source[i] of our pool, all layers, to slots target[i] of our pool or of a remote one.
+
+        source, target: int32 [n]. Bit-exact, whatever lies where in a page. Nobody may write the sources meanwhile nor
+        read or write the targets; local sources and targets are disjoint. remote: the guard is checked before every
+        layer, and from the first layer on that it does not hold for nothing is written; then the times of each layer
+        are returned, ``layer_end`` being ``put_end``. Raises InternalError for a slot outside its pool.
         """

@@ -105,7 +105,7 @@ class Send:
         slots = np.full(chunk.length, -1, np.int32)
         here = slice(sent.start - chunk.start, sent.stop - chunk.start)
         slots[here] = self.job.slots[sent.start - self.job.begin : sent.stop - self.job.begin]
-        return RemotePut(self.job.pool, slots)
+        return RemotePut(self.job.pool, slots, self.job.guard)
 
 
 Task = Generation | Send

@@ -3,13 +3,22 @@
 Knows nothing of models, schedulers or HTTP; pools are bytes, reservations are lease ids.
 """
 
-from microserving.transports.base import Connection, Lease, LeaseObserver, OnStop, RemotePool, Transport
+from microserving.transports.base import (
+    Connection,
+    Lease,
+    LeaseGuard,
+    LeaseObserver,
+    OnStop,
+    RemotePool,
+    Transport,
+)
 from microserving.transports.registry import TRANSPORTS, create_transport
 
 __all__ = [
     "TRANSPORTS",
     "Connection",
     "Lease",
+    "LeaseGuard",
     "LeaseObserver",
     "OnStop",
     "RemotePool",

@@ -6,13 +6,18 @@ Both ends of a hand-off follow the same small state machine (WIRE: "Reservations
     prep_recv: lease issued, pages reserved
                                                connect(engine id, epoch)         -> Connection
     begin(lease) granted or refused     <----  Connection.begin(lease)
-                                               puts into Connection.pool, layer by layer
+    the lease's word holds its id       ---->  puts into Connection.pool, layer by layer, each while the word holds
     revoke(lease id)                    ---->  on_stop: put nothing more, then finish(lease, False)
     finish(lease, ok) seen              <----  Connection.finish(lease, ok)
     (or the connection closed: the writer is gone)
 
+The lease words are the receiver's one-sided way to say that a lease has ended: an array in memory that it shares with
+its pool. ``begin`` names the lease's word; whoever puts reads it before every layer's put and writes nothing unless
+it holds the lease's id. The receiver clears it the moment the lease ends, however it ends; it sends nothing for that.
+
 After ``begin`` was granted the receiver must not give the lease's pages to anyone else until ``finish`` was seen or
-the connection closed: neither a cancelled write nor ``revoke`` is a fence. If the lease ends (abort, expiry) before
+the connection closed: neither a cancelled write nor ``revoke`` is a fence, and between the reading of the word and the
+last store of a put lies a layer's worth of time. If the lease ends (abort, expiry) before
 ``begin``, its pages are free at once and a later ``begin`` is refused. If it ends later, ``revoke`` saves the writer
 work that nobody wants.
 """
@@ -43,7 +48,7 @@ def tell_nobody(_: MicroservingError) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Lease:
-    """Names one reservation at its receiver. lease_id is unique for the life of the receiver's process (epoch)."""
+    """Names one reservation at its receiver. lease_id: > 0, unique for the life of the receiver's process (epoch)."""
 
     engine_id: str
     epoch: str
@@ -52,15 +57,26 @@ class Lease:
 
 
 @dataclass(frozen=True, slots=True)
+class LeaseGuard:
+    """What a put checks: write only while ``RemotePool.leases[word] == lease_id``."""
+
+    word: int
+    lease_id: int
+
+
+@dataclass(frozen=True, slots=True)
 class RemotePool:
     """Another engine's KV pool as mapped memory.
 
     memory: uint8 [nbytes], writable. layout: the same page layout as ours but with its own page count.
-    Stays mapped as long as this object is referenced, even after the connection closed or the owner died.
+    leases: int64 [words], the receiver's lease words, 64-byte aligned; to be read only.
+    Both belong to one process (epoch) of the receiver: what is written here never reaches a later one. They stay
+    mapped as long as this object is referenced, even after the connection closed or the owner died.
     """
 
     memory: npt.NDArray[np.uint8]
     total_pages: int
+    leases: npt.NDArray[np.int64]
 
 
 class LeaseObserver(Protocol):
@@ -91,10 +107,10 @@ class Connection(ABC):
         """False once the receiver closed the link or its process ended."""
 
     @abstractmethod
-    def begin(self, lease: Lease, on_stop: OnStop = tell_nobody) -> Future[None]:
+    def begin(self, lease: Lease, on_stop: OnStop = tell_nobody) -> Future[LeaseGuard]:
         """Ask to write. Never waits and never raises; the future does, when the receiver answers.
 
-        It raises LeaseError when refused, TransferFailed when the receiver is gone; while the receiver is silent it
+        Its result guards every put of this lease. It raises LeaseError when refused, TransferFailed when the receiver is gone; while the receiver is silent it
         is not done. Who will not wait any longer calls ``finish(lease, False)``, which withdraws the question.
         """
 
@@ -129,7 +145,10 @@ class Transport(ABC):
 
     @abstractmethod
     def revoke(self, lease_id: int) -> None:
-        """A lease that is being written to has ended: tell its writer, if there is one. Any thread; never waits."""
+        """A lease that is being written to has ended: clear its word, tell its writer. Any thread; never waits.
+
+        The word is clear when this returns. Does nothing for a lease that nobody writes.
+        """
 
     @abstractmethod
     def describe(self) -> Mapping[str, str | int]:

@@ -11,6 +11,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
+from typing import Any, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -19,12 +20,16 @@ from microserving.errors import LeaseError, MicroservingError, StartupError, Tra
 from microserving.transports.base import (
     Connection,
     Lease,
+    LeaseGuard,
     LeaseObserver,
     OnStop,
     RemotePool,
     Transport,
     tell_nobody,
 )
+from microserving.transports.lease_words import LEASE_BYTES, LeaseWords
+
+_T = TypeVar("_T")
 
 
 @dataclass(eq=False)
@@ -64,6 +69,8 @@ class FakeTransport(Transport):
         self._connecting = threading.Lock()  # guards _links
         self._lock = threading.Lock()  # guards _inbound and _closed
         self._memory: npt.NDArray[np.uint8] | None = None
+        self._leases = _page_aligned(LEASE_BYTES).view(np.int64)
+        self._words = LeaseWords(self._leases)
         self._total_pages = 0
         self._identity: tuple[str, str] | None = None
         self._observer: LeaseObserver | None = None
@@ -76,10 +83,7 @@ class FakeTransport(Transport):
             raise StartupError("the KV pool is allocated already")
         if nbytes <= 0:
             raise StartupError(f"transport init failed: a KV pool of {nbytes} bytes was asked for")
-        page = 4096
-        raw = np.zeros(nbytes + page, np.uint8)
-        skip = -raw.ctypes.data % page
-        self._memory = raw[skip : skip + nbytes]
+        self._memory = _page_aligned(nbytes)
         return self._memory
 
     def serve(self, engine_id: str, epoch: str, total_pages: int, observer: LeaseObserver) -> None:
@@ -95,6 +99,7 @@ class FakeTransport(Transport):
         self._network.receivers[self._identity] = self
 
     def revoke(self, lease_id: int) -> None:
+        self._words.end(lease_id)
         with self._lock:
             links = list(self._inbound)
         for link in links:
@@ -125,6 +130,7 @@ class FakeTransport(Transport):
             links = [*self._links.values(), *self._inbound]
         if self._identity is not None:
             self._network.receivers.pop(self._identity, None)
+        self._words.end_all()
         for link in links:
             link.close()
         self._memory = None
@@ -135,8 +141,8 @@ class FakeTransport(Transport):
         with self._lock:
             if self._closed or self._memory is None or self._observer is None or self._identity is None:
                 raise TransferFailed("the receiving engine is gone")
-            pool = RemotePool(self._memory, self._total_pages)
-            link = FakeConnection(network, self._observer, pool, self._identity)
+            pool = RemotePool(self._memory, self._total_pages, self._leases)
+            link = FakeConnection(network, self._observer, pool, self._words, self._identity)
             self._inbound = [other for other in self._inbound if other.alive] + [link]
         return link
 
@@ -145,17 +151,23 @@ class FakeConnection(Connection):
     """Both ends of a link in one object."""
 
     def __init__(
-        self, network: FakeNetwork, observer: LeaseObserver, pool: RemotePool, receiver: tuple[str, str]
+        self,
+        network: FakeNetwork,
+        observer: LeaseObserver,
+        pool: RemotePool,
+        words: LeaseWords,
+        receiver: tuple[str, str],
     ) -> None:
         self.engine_id, self.epoch = receiver
         self._network = network
         self._observer = observer
         self._pool = pool
+        self._words = words
         self._lock = threading.RLock()  # guards the four below
         self._alive = True
         self._retired = False
         self._writing: dict[int, tuple[Lease, OnStop]] = {}
-        self._unanswered: set[Future[None]] = set()
+        self._unanswered: set[Future[Any]] = set()
 
     @property
     def pool(self) -> RemotePool:
@@ -165,7 +177,7 @@ class FakeConnection(Connection):
     def alive(self) -> bool:
         return self._alive
 
-    def begin(self, lease: Lease, on_stop: OnStop = tell_nobody) -> Future[None]:
+    def begin(self, lease: Lease, on_stop: OnStop = tell_nobody) -> Future[LeaseGuard]:
         return self._ask(partial(self._begin, lease, on_stop))
 
     def finish(self, lease: Lease, ok: bool) -> Future[None]:
@@ -191,6 +203,7 @@ class FakeConnection(Connection):
         for answer in unanswered:
             answer.set_exception(gone)
         for lease, on_stop in writers:
+            self._words.end(lease.lease_id)
             self._observer.end_write(lease, False)
             on_stop(gone)
 
@@ -201,8 +214,8 @@ class FakeConnection(Connection):
             if not self._writing:
                 self.close()
 
-    def _ask(self, question: Callable[[], None]) -> Future[None]:
-        answer: Future[None] = Future()
+    def _ask(self, question: Callable[[], _T]) -> Future[_T]:
+        answer: Future[_T] = Future()
         answer.set_running_or_notify_cancel()
         with self._lock:
             if not self._alive:
@@ -212,30 +225,37 @@ class FakeConnection(Connection):
         self._network.deliver(partial(self._answer, question, answer))
         return answer
 
-    def _answer(self, question: Callable[[], None], answer: Future[None]) -> None:
+    def _answer(self, question: Callable[[], _T], answer: Future[_T]) -> None:
         with self._lock:
             if answer not in self._unanswered:
                 return
             self._unanswered.remove(answer)
             try:
-                question()
+                result = question()
             except MicroservingError as error:
                 answer.set_exception(error)
             else:
-                answer.set_result(None)
+                answer.set_result(result)
 
-    def _begin(self, lease: Lease, on_stop: OnStop) -> None:
+    def _begin(self, lease: Lease, on_stop: OnStop) -> LeaseGuard:
         if (lease.engine_id, lease.epoch) != (self.engine_id, self.epoch):
             raise LeaseError("the reservation was made by another process of the engine")
         if lease.lease_id in self._writing:
             raise LeaseError("the reservation is being written already")
-        if self._network.refuse_begin or not self._observer.begin_write(lease):
+        word = None if self._network.refuse_begin else self._words.claim(lease.lease_id)
+        if word is None:
             raise LeaseError("the receiver does not know the reservation, or it has ended")
+        if not self._observer.begin_write(lease):
+            self._words.end(lease.lease_id)
+            raise LeaseError("the receiver does not know the reservation, or it has ended")
+        self._words.grant(lease.lease_id)
         self._writing[lease.lease_id] = (lease, on_stop)
+        return LeaseGuard(word, lease.lease_id)
 
     def _finish(self, lease: Lease, ok: bool) -> None:
         if self._writing.pop(lease.lease_id, None) is None:
             raise LeaseError("the reservation is not being written here")
+        self._words.end(lease.lease_id)
         lost = self._network.fail_finish
         counted = self._observer.end_write(lease, ok and not lost)
         if self._retired and not self._writing:
@@ -244,3 +264,11 @@ class FakeConnection(Connection):
             raise TransferFailed("the receiving engine did not answer")
         if ok and not counted:
             raise LeaseError("the reservation ended before its KV had arrived")
+
+
+def _page_aligned(nbytes: int) -> npt.NDArray[np.uint8]:
+    """Zeroed uint8 [nbytes]."""
+    page = 4096
+    raw = np.zeros(nbytes + page, np.uint8)
+    skip = -raw.ctypes.data % page
+    return raw[skip : skip + nbytes]

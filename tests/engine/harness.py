@@ -15,7 +15,7 @@ from microserving.engine.jobs import Reservation, SendDone, SendJob
 from microserving.engine.runner import RunnerChunk
 from microserving.errors import MicroservingError
 from microserving.protocol.generation import GenerationChunk, GenerationRequest, SamplingParams, StopParams
-from microserving.transports.base import Lease
+from microserving.transports.base import Lease, LeaseGuard
 
 GREEDY = SamplingParams(temperature=0.0)
 SEEDED = SamplingParams(temperature=0.8, seed=1234)
@@ -115,8 +115,13 @@ class Node:
         reservation = self.engine.prep_recv(request_id, tuple(prompt), end)
         lease = Lease("decode", "epoch", request_id, reservation.lease_id)
         if reservation.end > reservation.prefix_matched_length:
-            assert self.engine.begin_write(lease)
+            self.grant(lease)
         return reservation, lease
+
+    def grant(self, lease: Lease) -> None:
+        """Let the writer begin, as a transport does: its word holds the lease's id."""
+        assert self.engine.begin_write(lease)
+        self.pool.leases[lease.lease_id] = lease.lease_id
 
     def send(
         self, to: Node, reservation: Reservation, prompt: Sequence[int], destination: str = "decode"
@@ -130,6 +135,7 @@ class Node:
             to.pool,
             destination,
             reservation.slots,
+            LeaseGuard(reservation.lease_id, reservation.lease_id),
         )
         self.engine.submit_send(job, outcome)
         return outcome

@@ -26,7 +26,7 @@ from microserving.errors import (
     RequestConflict,
 )
 from microserving.protocol.generation import GenerationChunk, GenerationRequest, SamplingParams, StopParams
-from microserving.transports.base import Lease
+from microserving.transports.base import Lease, LeaseGuard
 
 from .harness import GREEDY, SEEDED, greedy_reference, prompt_of
 
@@ -221,9 +221,10 @@ async def hand_over(
 
 
 def job(decode: AsyncEngine, reservation: Reservation, prompt: Sequence[int]) -> SendJob:
-    pool = runner(decode).remote_pool
+    pool, guard = runner(decode).remote_pool, LeaseGuard(reservation.lease_id, reservation.lease_id)
+    pool.leases[guard.word] = guard.lease_id
     return SendJob(
-        reservation.request_id, tuple(prompt), 0, reservation.end, pool, "decode", reservation.slots
+        reservation.request_id, tuple(prompt), 0, reservation.end, pool, "decode", reservation.slots, guard
     )
 
 

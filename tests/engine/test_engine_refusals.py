@@ -16,7 +16,7 @@ from microserving.errors import (
     RequestConflict,
 )
 from microserving.protocol.generation import SamplingParams
-from microserving.transports.base import Lease
+from microserving.transports.base import Lease, LeaseGuard
 
 from .harness import (
     Clock,
@@ -112,7 +112,8 @@ def test_a_bad_send_is_refused(begin: int, end: int, slots: int, param: str) -> 
     from microserving.engine.jobs import SendJob
 
     node = Node()
-    job = SendJob("r", tuple(prompt_of(20)), begin, end, node.pool, "d", np.zeros(slots, np.int32))
+    wanted = np.zeros(slots, np.int32)
+    job = SendJob("r", tuple(prompt_of(20)), begin, end, node.pool, "d", wanted, LeaseGuard(0, 1))
     with pytest.raises(InvalidRequest) as refused:
         node.engine.submit_send(job, Outcome())
     assert refused.value.param == param
@@ -194,7 +195,7 @@ def test_a_lease_is_renewed_in_every_state_until_it_ends() -> None:
     reservation = decode.engine.prep_recv("r", prompt, 19)
     renew_late()
     lease = Lease("decode", "epoch", "r", reservation.lease_id)
-    assert decode.engine.begin_write(lease)
+    decode.grant(lease)
     renew_late()
     prefill.send(decode, reservation, prompt)
     prefill.run()

@@ -15,14 +15,16 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
+import numpy.typing as npt
 import pytest
 
 from microserving.engine.compiler import CodeCache
 from microserving.engine.model_runner import TVMModelRunner
 from microserving.engine.runner import RemotePut, RunnerChunk
+from microserving.engine.tensors import aligned_bytes
 from microserving.errors import ConfigError, InternalError, ModelLoadError
 from microserving.protocol.kv_layout import KVDtype
-from microserving.transports.base import RemotePool
+from microserving.transports.base import LeaseGuard, RemotePool
 from tests.engine.random_weights import (
     DENSE,
     QUANTISED,
@@ -183,10 +185,15 @@ def test_a_put_leaves_the_same_bits_in_the_other_pool(
     position = np.arange(length)
     slots = (order[position // 16] * 16 + position % 16).astype(np.int32)
     slots[40:50] = -1
-    pages, remote = pages_of(9), RemotePool(memory, remote_pages)
-    runner.run([RunnerChunk(TOKENS[:64], 0, pages, False, RemotePut(remote, slots[:64]))])
+    pages, remote = pages_of(9), RemotePool(memory, remote_pages, lease_words(5, 77))
+    runner.run([RunnerChunk(TOKENS[:64], 0, pages, False, RemotePut(remote, slots[:64], LeaseGuard(5, 77)))])
     mate = RunnerChunk(TOKENS[:30], 0, pages_of(9, PAGES)[40:], False)
-    out = runner.run([mate, RunnerChunk(TOKENS[64:length], 64, pages, True, RemotePut(remote, slots[64:]))])
+    out = runner.run(
+        [
+            mate,
+            RunnerChunk(TOKENS[64:length], 64, pages, True, RemotePut(remote, slots[64:], LeaseGuard(5, 77))),
+        ]
+    )
     assert np.array_equal(out.logits[0], expected[length])
 
     local_slots = np.array(pages)[position // 16] * 16 + position % 16
@@ -202,6 +209,13 @@ def test_a_put_leaves_the_same_bits_in_the_other_pool(
     assert (times.put_begin <= times.put_end).all()
     assert (times.put_end < times.layer_end).all()
     assert (times.layer_end[:-1] < times.put_begin[1:]).all()
+
+
+def lease_words(word: int, lease_id: int) -> npt.NDArray[np.int64]:
+    """Lease words of which one holds a lease."""
+    words = aligned_bytes(8 * 16).view(np.int64)
+    words[word] = lease_id
+    return words
 
 
 def _rows(pool: np.ndarray, slots: np.ndarray) -> np.ndarray:
@@ -285,9 +299,9 @@ def test_a_page_or_slot_outside_its_pool_never_reaches_a_kernel(runner: TVMModel
         with pytest.raises(InternalError, match="page"):
             runner.run([RunnerChunk([1], 0, pages, True)])
     layout = layout_of(MODELS[name][0].config, MODELS[name][1])
-    remote = RemotePool(pool_memory(layout, 2), 2)
+    remote = RemotePool(pool_memory(layout, 2), 2, lease_words(5, 77))
     for slot in (32, -2):
-        put = RemotePut(remote, np.array([slot], np.int32))
+        put = RemotePut(remote, np.array([slot], np.int32), LeaseGuard(5, 77))
         with pytest.raises(InternalError, match="remote slot"):
             runner.run([RunnerChunk([1], 0, [0], True, put)])
 

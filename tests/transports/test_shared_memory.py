@@ -138,7 +138,7 @@ def _forged_receiver(runtime_dir: Path, hello: bytes, fds: list[int]) -> Iterato
 
 
 def _sealed() -> list[int]:
-    return [memory.create_sealed_memory(NBYTES)]
+    return [memory.create_pool(NBYTES)]
 
 
 def _unsealed() -> list[int]:
@@ -368,6 +368,7 @@ def test_any_bytes_are_a_frame_or_a_frame_error(data: bytes) -> None:
     lease_id=st.integers(0, 2**63 - 1),
     flag=st.booleans(),
     request_id=st.text(st.characters(exclude_categories=["Cs"]), max_size=256),
+    word=st.integers(0, 2**32 - 1),
 )
 def test_frames_survive(**fields: object) -> None:
     frame = Frame(**fields)  # type: ignore[arg-type]
@@ -523,7 +524,7 @@ def test_two_hundred_links_leave_nothing(world: World) -> None:
         connection.close()
         observer.wait_for("end", lease(number), number % 2 == 1)
 
-    link(0)
+    link(201)
     receiver._loop.call(gc.collect)
     fds, maps = _fds(), _pool_maps()
     for number in range(1, 201):

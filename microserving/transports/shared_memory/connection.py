@@ -18,9 +18,10 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from functools import partial
+from typing import Any
 
 from microserving.errors import LeaseError, MicroservingError, TransferFailed
-from microserving.transports.base import Connection, Lease, OnStop, RemotePool, tell_nobody
+from microserving.transports.base import Connection, Lease, LeaseGuard, OnStop, RemotePool, tell_nobody
 from microserving.transports.shared_memory.event_loop import READ, WRITE, EventLoop
 from microserving.transports.shared_memory.frames import (
     MAX_FRAME_BYTES,
@@ -44,7 +45,7 @@ class _Question:
 
     op: Op
     lease_id: int
-    answer: Future[None] = field(default_factory=Future)
+    answer: Future[Any] = field(default_factory=Future)
 
     def __post_init__(self) -> None:
         self.answer.set_running_or_notify_cancel()  # who does not wait any more must not hinder the reply
@@ -92,7 +93,7 @@ class SharedMemoryConnection(Connection):
         with self._lock:
             return not self._why_not()
 
-    def begin(self, lease: Lease, on_stop: OnStop = tell_nobody) -> Future[None]:
+    def begin(self, lease: Lease, on_stop: OnStop = tell_nobody) -> Future[LeaseGuard]:
         if (lease.engine_id, lease.epoch) != (self.engine_id, self.epoch):
             return _failed(LeaseError("the reservation was made by another process of the engine"))
         with self._lock:
@@ -139,7 +140,7 @@ class SharedMemoryConnection(Connection):
         """Whether the receiver's process has ended or hung up, even if the loop has not come to it. Under the lock."""
         return is_ready(self._pidfd, select.POLLIN) or is_ready(self._link.fileno(), select.POLLHUP)
 
-    def _ask(self, op: Op, lease_id: int, request_id: str = "", *, flag: bool = False) -> Future[None]:
+    def _ask(self, op: Op, lease_id: int, request_id: str = "", *, flag: bool = False) -> Future[Any]:
         """Under the lock."""
         question = _Question(op, lease_id)
         number = next(self._numbers)
@@ -235,6 +236,8 @@ class SharedMemoryConnection(Connection):
             if on_stop is not None:
                 on_stop(LeaseError("the reservation has ended"))
             return
+        if frame.word >= len(self._pool.leases):
+            raise FrameError("no such lease word")
         with self._lock:
             question = self._waiting.pop(frame.number, None) if frame.op is Op.REPLY else None
             if question is None:
@@ -244,7 +247,8 @@ class SharedMemoryConnection(Connection):
         if idle:
             self._drop()
         if frame.flag:
-            question.answer.set_result(None)
+            guard = LeaseGuard(frame.word, question.lease_id) if question.op is Op.BEGIN else None
+            question.answer.set_result(guard)
         elif question.op is Op.BEGIN:
             error = "the receiver does not know the reservation, or it has ended"
             question.answer.set_exception(LeaseError(error))
@@ -297,7 +301,7 @@ class SharedMemoryConnection(Connection):
             on_stop(TransferFailed(why))
 
 
-def _failed(error: MicroservingError) -> Future[None]:
-    answer: Future[None] = Future()
+def _failed(error: MicroservingError) -> Future[Any]:
+    answer: Future[Any] = Future()
     answer.set_exception(error)
     return answer

@@ -12,12 +12,12 @@ from enum import IntEnum
 
 from microserving.protocol.kv_descriptor import MAX_REQUEST_ID_BYTES
 
-PROTOCOL_VERSION = 2
+PROTOCOL_VERSION = 3
 _MAGIC = b"MSKV"
 _HELLO = struct.Struct(
     "<4sHHHQQ"
 )  # magic, version, length of engine id, length of epoch, nbytes, total_pages
-_FRAME = struct.Struct("<BBHQQ")  # op, flag, length of request id, number, lease id
+_FRAME = struct.Struct("<BBHIQQ")  # op, flag, length of request id, lease word, number, lease id
 MAX_NAME_BYTES = 128
 MAX_FRAME_BYTES = _FRAME.size + MAX_REQUEST_ID_BYTES
 """No message is longer."""
@@ -48,7 +48,7 @@ class Hello:
 class Frame:
     """flag: of FINISH, whether every byte is in place; of REPLY, whether it was granted. request_id: BEGIN only.
 
-    number: 0 of REVOKED, which answers nothing and is not answered.
+    number: 0 of REVOKED, which answers nothing and is not answered. word: of a REPLY that grants, the lease's word.
     """
 
     op: Op
@@ -56,6 +56,7 @@ class Frame:
     lease_id: int
     flag: bool = False
     request_id: str = ""
+    word: int = 0
 
 
 def encode_hello(hello: Hello) -> bytes:
@@ -80,19 +81,19 @@ def decode_hello(data: bytes) -> Hello:
 
 def encode_frame(frame: Frame) -> bytes:
     name = frame.request_id.encode()
-    return _FRAME.pack(frame.op, frame.flag, len(name), frame.number, frame.lease_id) + name
+    return _FRAME.pack(frame.op, frame.flag, len(name), frame.word, frame.number, frame.lease_id) + name
 
 
 def decode_frame(data: bytes) -> Frame:
     """Raises FrameError."""
     try:
-        op, flag, length, number, lease_id = _FRAME.unpack_from(data)
+        op, flag, length, word, number, lease_id = _FRAME.unpack_from(data)
         known = Op(op)
     except (struct.error, ValueError):
         raise FrameError("not a frame") from None
     if flag > 1 or len(data) != _FRAME.size + length or length > MAX_REQUEST_ID_BYTES:
         raise FrameError("frame of a wrong length or flag")
-    return Frame(known, number, lease_id, bool(flag), _text(data[_FRAME.size :]))
+    return Frame(known, number, lease_id, bool(flag), _text(data[_FRAME.size :]), word)
 
 
 def _text(data: bytes) -> str:

@@ -1,5 +1,7 @@
 """Pool memory: sealed, reserved memfds, and the checks that make mapping another process's memfd safe.
 
+The file of a pool holds the pool's bytes and, from the next memory page on, the lease words.
+
 A memfd has no name and no place in /dev/shm: it is gone when the last process that has it is gone, however it died.
 """
 
@@ -15,8 +17,24 @@ import numpy as np
 import numpy.typing as npt
 
 from microserving.errors import StartupError, TransferFailed
+from microserving.transports.base import RemotePool
+from microserving.transports.lease_words import LEASE_BYTES
 
 _SIZE_SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW
+
+
+def create_pool(nbytes: int) -> int:
+    """The file of a pool of ``nbytes`` zero bytes, as ``create_sealed_memory``."""
+    if nbytes <= 0:
+        raise StartupError(f"transport init failed: a KV pool of {nbytes} bytes was asked for")
+    return create_sealed_memory(_leases_at(nbytes) + LEASE_BYTES)
+
+
+def map_pool(fd: int, nbytes: int, *, inherit: bool) -> tuple[npt.NDArray[np.uint8], npt.NDArray[np.int64]]:
+    """The pool, uint8 [nbytes], and its lease words, int64 [LEASE_WORDS]; as ``map_memory``."""
+    start = _leases_at(nbytes)
+    whole = map_memory(fd, start + LEASE_BYTES, inherit=inherit)
+    return whole[:nbytes], whole[start:].view(np.int64)
 
 
 def create_sealed_memory(nbytes: int) -> int:
@@ -25,8 +43,6 @@ def create_sealed_memory(nbytes: int) -> int:
     All of its memory is reserved now (0.2 s for 512 MiB), so that no later access can fail with SIGBUS. Raises
     StartupError with the sizes when it does not fit.
     """
-    if nbytes <= 0:
-        raise StartupError(f"transport init failed: a KV pool of {nbytes} bytes was asked for")
     available = available_memory()
     if nbytes > available:
         raise StartupError(_no_room(nbytes, f"only {_mib(available)} MiB of memory are available"))
@@ -52,7 +68,7 @@ def map_memory(fd: int, nbytes: int, *, inherit: bool) -> npt.NDArray[np.uint8]:
     return np.frombuffer(mapping, dtype=np.uint8)
 
 
-def map_peer_memory(fd: int, nbytes: int, total_pages: int, page_bytes: int | None) -> npt.NDArray[np.uint8]:
+def map_peer_pool(fd: int, nbytes: int, total_pages: int, page_bytes: int | None) -> RemotePool:
     """Map the pool that a receiver sent us, after checking that what it says of it is true.
 
     page_bytes: what one page has over all layers here (None = unknown). Raises TransferFailed: a file that its owner
@@ -65,8 +81,8 @@ def map_peer_memory(fd: int, nbytes: int, total_pages: int, page_bytes: int | No
         raise TransferFailed("the receiver's memory is not a memfd") from None
     if seals & _SIZE_SEALS != _SIZE_SEALS:
         raise TransferFailed("the receiver's memory is not sealed against resizing")
-    if nbytes < 1 or nbytes != size:
-        raise TransferFailed(f"the receiver announced {nbytes} bytes of memory and sent {size}")
+    if nbytes < 1 or size != _leases_at(nbytes) + LEASE_BYTES:
+        raise TransferFailed(f"the receiver announced a pool of {nbytes} bytes and sent a file of {size}")
     if total_pages < 1 or nbytes % total_pages:
         raise TransferFailed(f"the receiver's {nbytes} bytes are not {total_pages} whole pages")
     if page_bytes is not None and nbytes // total_pages != page_bytes:
@@ -74,9 +90,15 @@ def map_peer_memory(fd: int, nbytes: int, total_pages: int, page_bytes: int | No
             f"a KV page has {page_bytes} bytes here, {nbytes // total_pages} at the receiver"
         )
     try:
-        return map_memory(fd, nbytes, inherit=False)
+        memory, leases = map_pool(fd, nbytes, inherit=False)
     except (OSError, ValueError, OverflowError):
         raise TransferFailed(f"cannot map the receiver's {_mib(nbytes)} MiB") from None
+    return RemotePool(memory, total_pages, leases)
+
+
+def _leases_at(nbytes: int) -> int:
+    """Where the lease words of a pool begin in its file."""
+    return -(-nbytes // mmap.PAGESIZE) * mmap.PAGESIZE
 
 
 def available_memory() -> int:

@@ -3,6 +3,7 @@
 All of it runs on the transport's thread and never waits for a peer. A writer that is stopped keeps its leases; a
 writer that hangs up or ends has stopped writing, so its unfinished leases end. A writer that breaks the protocol, or
 whose socket fails in any other way, is not heard any more, but it may still write: its leases end with its process.
+The lease words follow all that: granted with the lease, cleared before the observer hears that a write ended.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 
 from microserving.transports.base import Lease, LeaseObserver
+from microserving.transports.lease_words import LeaseWords
 from microserving.transports.shared_memory.event_loop import READ, WRITE, EventLoop
 from microserving.transports.shared_memory.frames import (
     MAX_FRAME_BYTES,
@@ -59,6 +61,7 @@ class Receiver:
         pool_fd: int,
         hello: Hello,
         observer: LeaseObserver,
+        words: LeaseWords,
         identify: Callable[[socket.socket], Peer],
     ) -> None:
         self._loop = loop
@@ -66,6 +69,7 @@ class Receiver:
         self._pool_fd = pool_fd
         self._hello = hello
         self._observer = observer
+        self._words = words
         self._identify = identify
         self._writers: set[_Writer] = set()
         self._spare_fd = os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC)
@@ -136,11 +140,14 @@ class Receiver:
         writer.link.close()
         os.close(writer.pidfd)
         for lease in writer.leases.values():
+            self._words.end(lease.lease_id)
             self._observer.end_write(lease, False)
 
     def _distrust(self, writer: _Writer, why: Exception) -> None:
         _log.error("a KV writer cannot be heard (%s); its leases are kept until its process ends", why)
         writer.heard = False
+        for lease_id in writer.leases:
+            self._words.end(lease_id)
         self._loop.forget(writer.link.fileno())
         with suppress(OSError):
             writer.link.shutdown(socket.SHUT_RDWR)
@@ -169,26 +176,41 @@ class Receiver:
             if flags & socket.MSG_TRUNC:
                 raise FrameError("frame too long")
             frame = decode_frame(data)
-            flag = self._handle(writer, frame)
+            reply = self._handle(writer, frame)
         except FrameError as error:
             self._distrust(writer, error)
             return
-        self._send(writer, Frame(Op.REPLY, frame.number, frame.lease_id, flag))
+        self._send(writer, reply)
 
-    def _handle(self, writer: _Writer, frame: Frame) -> bool:
-        """What the reply says."""
+    def _handle(self, writer: _Writer, frame: Frame) -> Frame:
+        """The reply."""
         if frame.op is Op.BEGIN:
-            lease = Lease(self._hello.engine_id, self._hello.epoch, frame.request_id, frame.lease_id)
-            if frame.lease_id in writer.leases or not self._observer.begin_write(lease):
-                return False
-            writer.leases[frame.lease_id] = lease
-            return True
+            word = self._begin(writer, frame)
+            granted = word is not None
+            return Frame(Op.REPLY, frame.number, frame.lease_id, granted, word=word or 0)
         if frame.op is Op.FINISH:
-            begun = writer.leases.pop(frame.lease_id, None)
-            if begun is None:
-                return False
-            return self._observer.end_write(begun, frame.flag) or not frame.flag
+            return Frame(Op.REPLY, frame.number, frame.lease_id, self._finish(writer, frame))
         raise FrameError("a writer only begins and finishes")
+
+    def _begin(self, writer: _Writer, frame: Frame) -> int | None:
+        """The lease's word, None when it is refused."""
+        lease = Lease(self._hello.engine_id, self._hello.epoch, frame.request_id, frame.lease_id)
+        word = self._words.claim(lease.lease_id)
+        if word is None:
+            return None
+        if not self._observer.begin_write(lease):
+            self._words.end(lease.lease_id)
+            return None
+        writer.leases[lease.lease_id] = lease
+        self._words.grant(lease.lease_id)
+        return word
+
+    def _finish(self, writer: _Writer, frame: Frame) -> bool:
+        begun = writer.leases.pop(frame.lease_id, None)
+        if begun is None:
+            return False
+        self._words.end(begun.lease_id)
+        return self._observer.end_write(begun, frame.flag) or not frame.flag
 
     def _send(self, writer: _Writer, frame: Frame) -> None:
         writer.unsent.append(encode_frame(frame))

@@ -15,6 +15,7 @@ import numpy.typing as npt
 
 from microserving.errors import StartupError, TransferFailed
 from microserving.transports.base import Connection, LeaseObserver, RemotePool, Transport
+from microserving.transports.lease_words import LeaseWords
 from microserving.transports.shared_memory import sockets
 from microserving.transports.shared_memory.connection import SharedMemoryConnection
 from microserving.transports.shared_memory.event_loop import EventLoop
@@ -25,7 +26,7 @@ from microserving.transports.shared_memory.frames import (
     Hello,
     decode_hello,
 )
-from microserving.transports.shared_memory.memory import create_sealed_memory, map_memory, map_peer_memory
+from microserving.transports.shared_memory.memory import create_pool, map_peer_pool, map_pool
 from microserving.transports.shared_memory.receiver import Receiver
 from microserving.transports.shared_memory.sockets import Peer, identify
 
@@ -51,6 +52,7 @@ class SharedMemoryTransport(Transport):
         self._nbytes = 0
         self._page_bytes: int | None = None
         self._memory: npt.NDArray[np.uint8] | None = None
+        self._words: LeaseWords | None = None
         self._receiver: Receiver | None = None
         self._socket_name: str | None = None
         self._lock = threading.Lock()  # guards the four fields below
@@ -62,13 +64,14 @@ class SharedMemoryTransport(Transport):
     def allocate(self, nbytes: int) -> npt.NDArray[np.uint8]:
         if self._memory is not None:
             raise StartupError("the KV pool is allocated already")
-        self._pool_fd = create_sealed_memory(nbytes)
+        self._pool_fd = create_pool(nbytes)
         self._nbytes = nbytes
-        self._memory = map_memory(self._pool_fd, nbytes, inherit=True)
+        self._memory, leases = map_pool(self._pool_fd, nbytes, inherit=True)
+        self._words = LeaseWords(leases)
         return self._memory
 
     def serve(self, engine_id: str, epoch: str, total_pages: int, observer: LeaseObserver) -> None:
-        if self._memory is None or self._receiver is not None:
+        if self._memory is None or self._words is None or self._receiver is not None:
             raise StartupError("a transport is served once, after its KV pool is allocated")
         if total_pages < 1 or self._nbytes % total_pages:
             raise StartupError(f"a KV pool of {self._nbytes} bytes is not {total_pages} whole pages")
@@ -80,11 +83,13 @@ class SharedMemoryTransport(Transport):
             listener = sockets.listen(directory, name)
         self._socket_name = name
         hello = Hello(engine_id, epoch, self._nbytes, total_pages)
-        receiver = Receiver(self._loop, listener, self._pool_fd, hello, observer, self._identify)
+        receiver = Receiver(self._loop, listener, self._pool_fd, hello, observer, self._words, self._identify)
         self._receiver = receiver
         self._loop.call(receiver.start)
 
     def revoke(self, lease_id: int) -> None:
+        if self._words is not None:
+            self._words.end(lease_id)
         if self._receiver is not None:
             self._loop.post(partial(self._receiver.revoke, lease_id))
 
@@ -108,6 +113,8 @@ class SharedMemoryTransport(Transport):
                 with suppress(OSError):
                     opening.shutdown(socket.SHUT_RDWR)
         self._unlink_socket()
+        if self._words is not None:
+            self._words.end_all()
         for link in links:
             link.close()
         if self._receiver is not None:
@@ -158,8 +165,7 @@ class SharedMemoryTransport(Transport):
             hello = decode_hello(data)
             if (hello.engine_id, hello.epoch) != (engine_id, epoch) or len(fds) != 1:
                 raise TransferFailed(f"another engine answered for {engine_id}")
-            memory = map_peer_memory(fds[0], hello.nbytes, hello.total_pages, self._page_bytes)
-            return RemotePool(memory, hello.total_pages)
+            return map_peer_pool(fds[0], hello.nbytes, hello.total_pages, self._page_bytes)
         except FrameError:
             raise TransferFailed(f"engine {engine_id} does not speak this protocol") from None
         finally:
