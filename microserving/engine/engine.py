@@ -203,7 +203,7 @@ class Engine:
         with self._lock:
             self._require_open()
             self._expire()
-            lease = self._scheduler.try_reserve(request_id, prompt, 0, end, self._clock())
+            lease = self._scheduler.try_reserve(request_id, prompt, end, self._clock())
         if lease is None:
             raise KVExhausted(f"no free KV pages for {end} tokens now", retry_after_s=1.0)
         self.on_change()
@@ -255,7 +255,8 @@ class Engine:
         with self._lock:
             self._expire()
             revocations = self._revocations()
-            batch = [Work(chunk, self._tasks[chunk.sequence]) for chunk in self._scheduler.schedule()]
+            step = self._scheduler.schedule(self._clock())
+            batch = [Work(chunk, self._tasks[chunk.sequence]) for chunk in step.chunks]
         self._emit(revocations)
         return batch
 
@@ -297,7 +298,7 @@ class Engine:
             if not result.failed:
                 seconds = (result.times.end_ns - result.times.begin_ns) / 1e9
                 self._statistics.count_step([work.chunk for work in batch], seconds)
-            self._scheduler.complete()
+            self._scheduler.complete(ok=not result.failed)
             for work in batch:
                 if result.failed:
                     events += self._fail(work.task)

@@ -1,24 +1,26 @@
 """Leases on pages that another engine writes into.
 
 Owns: the life of a lease, and the pages it holds until they are committed, freed or quarantined.
-Does not know: descriptors, transports, the clock (``now`` is handed in, seconds, any origin).
+Does not know: descriptors, transports, whether there are pages, the clock (``now`` is handed in, seconds, any origin).
 
     ISSUED --begin_write--> WRITING --end_write(ok)--> ARRIVED --commit--> COMMITTED
        \\________________________|__________________________|____> ENDED   (abort, expiry, end_write(not ok))
 
-A lease that ends while WRITING leaves its pages quarantined until ``end_write``: a writer that was told to stop may
-still be in the middle of a write.
+A lease that ends while WRITING leaves its own pages quarantined until ``end_write``: a writer that was told to stop may
+still be in the middle of a write. Shared pages are never written, so they are unpinned at once.
 """
 
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Hashable
-from dataclasses import dataclass
+from collections.abc import Iterator
+from dataclasses import dataclass, field
 from enum import Enum, auto
 
 from microserving.errors import InternalError, LeaseError, RequestConflict
-from microserving.scheduler.page_allocator import PageAllocator, PageState
+from microserving.scheduler.page_allocator import PageState
+from microserving.scheduler.page_pool import PagePool
+from microserving.scheduler.prefix_cache import PageCopy, PrefixHandle
 
 REMEMBERED_ENDINGS = 4096
 """How many ended request ids are remembered, so that a late commit is told why (bounded; the oldest go first)."""
@@ -36,23 +38,33 @@ class LeaseState(Enum):
 class LeasedPages:
     """One lease. The writer fills positions [begin, end) of ``prompt`` into ``pages``, page i for positions from i *
     page_size on.
+
+    [0, begin) was found in the prefix cache: the first ``shared`` pages are the cache's, and ``copies`` are to be made
+    before the lease is handed out, so that the writer has a page of its own from ``begin`` on.
     """
 
     lease_id: int
     request_id: str
     prompt: tuple[int, ...]
-    begin: int
     end: int
-    pages: list[int]
-    expires_at: float
-    state: LeaseState
+    salt: str = ""
+    begin: int = 0
+    pages: list[int] = field(default_factory=list)
+    handle: PrefixHandle | None = None
+    copies: list[PageCopy] = field(default_factory=list)
+    expires_at: float = 0.0
+    state: LeaseState = LeaseState.ISSUED
+
+    @property
+    def shared(self) -> int:
+        return 0 if self.handle is None else self.handle.shared
 
 
 class ReservationTable:
     """All leases of one engine. ``len()`` counts the live ones (ISSUED, WRITING, ARRIVED)."""
 
-    def __init__(self, allocator: PageAllocator, ttl_s: float) -> None:
-        self._allocator = allocator
+    def __init__(self, pool: PagePool, ttl_s: float) -> None:
+        self._pool = pool
         self._ttl_s = ttl_s
         self._next_id = 1
         self._live: dict[str, LeasedPages] = {}
@@ -83,24 +95,40 @@ class ReservationTable:
         """Of the live leases."""
         return list(self._live)
 
+    def handles(self) -> Iterator[PrefixHandle]:
+        """What the live leases pin."""
+        return (lease.handle for lease in self._live.values() if lease.handle is not None)
+
     @property
     def next_expiry(self) -> float | None:
         return min((lease.expires_at for lease in self._live.values()), default=None)
 
     def issue(
-        self, request_id: str, prompt: tuple[int, ...], begin: int, end: int, pages: int, now: float
-    ) -> LeasedPages:
-        """Take ``pages`` free pages under a new lease; arrived at once when there is nothing to write.
+        self,
+        request_id: str,
+        prompt: tuple[int, ...],
+        end: int,
+        now: float,
+        *,
+        salt: str = "",
+        spare: int = 0,
+    ) -> LeasedPages | None:
+        """A new lease with pages for positions [0, end); arrived at once when nothing is to be written.
 
-        Raises RequestConflict when the request has a live lease, InternalError when the pages are not free.
+        None when that would leave fewer than ``spare`` pages to others. Raises RequestConflict when the request has a
+        live lease.
         """
         if request_id in self._live:
             raise RequestConflict(f"request {request_id!r} already has a reservation", param="request_id")
-        lease_id = self._next_id
-        taken = self._allocator.allocate(pages, PageState.RESERVED, ("lease", lease_id))
+        lease = LeasedPages(self._next_id, request_id, prompt, end, salt)
+        # The last token of a prompt is computed in any case, for its logits: never into a shared page.
+        limit = min(end, len(prompt) - 1)
+        grant = self._pool.open(lease, PageState.RESERVED, prompt[:end], end, shared_limit=limit, spare=spare)
+        if grant is None:
+            return None
         self._next_id += 1
-        state = LeaseState.ISSUED if end > begin else LeaseState.ARRIVED
-        lease = LeasedPages(lease_id, request_id, prompt, begin, end, taken, now + self._ttl_s, state)
+        lease.begin, lease.copies, lease.expires_at = grant.matched, grant.copies, now + self._ttl_s
+        lease.state = LeaseState.ISSUED if end > lease.begin else LeaseState.ARRIVED
         self._live[request_id] = lease
         self._endings.pop(request_id, None)
         return lease
@@ -129,7 +157,7 @@ class ReservationTable:
         if lease is None:
             return None
         if lease.state is LeaseState.ENDED:
-            self._allocator.release(lease.pages, ("lease", lease_id))
+            self._pool.release_quarantined(lease)
             return None
         if not ok:
             self._end(lease, "transfer failed")
@@ -138,12 +166,18 @@ class ReservationTable:
         lease.expires_at = now + self._ttl_s
         return lease
 
-    def commit(self, request_id: str, owner: Hashable) -> LeasedPages:
-        """The lease's pages become ``owner``'s running pages. Raises LeaseError when not all KV has arrived."""
+    def commit(self, request_id: str, now: float) -> LeasedPages:
+        """End the lease well; its pages are the caller's to take from it now.
+
+        Raises LeaseError when there is no live lease, or not all K/V has arrived.
+        """
         lease = self._require(request_id)
+        if lease.expires_at <= now:
+            raise LeaseError(
+                f"the reservation of request {request_id!r} has ended (expired)", param="request_id"
+            )
         if lease.state is not LeaseState.ARRIVED:
             raise LeaseError(f"the KV of request {request_id!r} has not arrived", param="request_id")
-        self._allocator.transfer(lease.pages, ("lease", lease.lease_id), PageState.RUNNING, owner)
         lease.state = LeaseState.COMMITTED
         del self._live[request_id]
         return lease
@@ -165,12 +199,11 @@ class ReservationTable:
     def _end(self, lease: LeasedPages, reason: str) -> None:
         if lease.state in (LeaseState.COMMITTED, LeaseState.ENDED):
             raise InternalError(f"lease {lease.lease_id} ended twice")
-        owner = ("lease", lease.lease_id)
         if lease.lease_id in self._writers:
-            self._allocator.transfer(lease.pages, owner, PageState.QUARANTINED, owner)
+            self._pool.quarantine(lease)
             self._revoked.append(lease.lease_id)
         else:
-            self._allocator.release(lease.pages, owner)
+            self._pool.release(lease)
         lease.state = LeaseState.ENDED
         del self._live[lease.request_id]
         self._endings[lease.request_id] = reason

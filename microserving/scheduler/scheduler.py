@@ -1,79 +1,60 @@
 """What runs in the next step, and who gets pages.
 
-Owns: the live sequences, their order, the pages (through ``PageAllocator``) and the leases (``ReservationTable``).
-Does not know: tokens' meaning, sampling, threads, the clock (``now`` is handed in). Not thread-safe.
+Owns: the live sequences, their batches and endings, who waits and who is preempted. Does not know: where pages come from
+(``PagePool``), how leases live (``ReservationTable``), which prompt goes first (``prefill_order``), tokens' meaning,
+sampling, threads, the clock (``now`` is handed in). Not thread-safe.
 
 The rules:
 - A step has every running decode (one token each), then prefill chunks of together at most ``chunk_size_tokens``:
-  a long prompt never stops a decode. At most ``max_batch_size`` sequences run at once.
-- Prefills go by ``remaining tokens + AGING_TOKENS_PER_S * arrival``: shorter first, but nothing overtakes a prompt of n
-  tokens that came n / AGING_TOKENS_PER_S seconds later. The first that finds no pages closes the door behind it.
-- A sequence takes the pages of all its tokens when it starts, then one page at a time. When a decode finds none, the
-  newest other sequence is preempted: its pages are freed and it computes its tokens again later.
+  a long prompt never stops a decode. At most ``max_batch_size`` sequences run at once, at most
+  ``max_concurrent_prefills`` of them between their first and their last chunk.
+- Shorter prompts first, with aging. The first that finds no pages closes the door behind it.
+- A sequence takes the pages of all its tokens when it starts, as many of them shared as the prefix cache has, then one
+  page at a time. A start leaves one page for each running decode, and the share above ``memory_threshold`` unless
+  nothing runs. Cached pages that nobody pins count as free: they are evicted when they are wanted.
+- When a decode finds no page, the newest other sequence is preempted: what it computed goes to the cache, its pages can
+  be had, and it computes its tokens again later, or finds them cached. Only older ones preempt, so no two sequences
+  preempt each other in turn.
 - If nothing can run, the newest sequence that holds pages is preempted until the oldest can. Only leases may then be in
   the way. They end, unless who renews them waits for a send that waits here for their pages (two engines may send to
   each other, or one to itself): after ``page_wait_s`` the newest send is given up. So there is no deadlock.
+- Only K/V that is there is published: of a prompt when it is computed to its end, of a received one when its lease is
+  committed, of the rest when the sequence ends or is preempted.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Sequence as Seq
 
 from microserving.errors import InternalError, LeaseError, Overloaded, RequestConflict
-from microserving.scheduler.page_allocator import PageAllocator, PageCounts, PageState
+from microserving.scheduler.config import SchedulerConfig
+from microserving.scheduler.page_allocator import PageCounts, PageState
+from microserving.scheduler.page_pool import Grant, PagePool
+from microserving.scheduler.prefill_order import PrefillBudget, prefill_order
+from microserving.scheduler.prefix_cache import PrefixCache
 from microserving.scheduler.reservations import LeasedPages, ReservationTable
 from microserving.scheduler.sequence import Sequence, SequenceKind, SequenceState
-
-AGING_TOKENS_PER_S = 1000.0
-"""How many tokens longer a prompt may be that waited one second longer, and still go first. Near a CPU's prefill rate."""
+from microserving.scheduler.step import Chunk, Step
 
 RETRY_AFTER_S = 1.0
 
 
-@dataclass(frozen=True, slots=True)
-class SchedulerConfig:
-    """Sizes in pages, tokens or sequences as named. page_wait_s: how long a send may wait while nothing can run."""
-
-    total_pages: int
-    page_size: int
-    chunk_size_tokens: int
-    max_batch_size: int
-    max_sequences: int
-    lease_ttl_s: float
-    page_wait_s: float
-
-
-@dataclass(frozen=True, slots=True)
-class Chunk:
-    """Compute ``sequence.tokens[start : start + length]``.
-
-    last: nothing remains after it (a token may be sampled). decode: the one token of a running decode.
-    """
-
-    sequence: Sequence
-    start: int
-    length: int
-    last: bool
-    decode: bool = False
-
-
 class Scheduler:
-    """``schedule`` -> the caller runs the chunks -> ``complete``; at most one batch is in flight.
-
-    ``pages_freed`` counts the times that pages became free (or unclaimed): who waits for pages looks whether it moved.
-    """
+    """``schedule`` -> the caller runs the step -> ``complete``; at most one step is in flight."""
 
     def __init__(self, config: SchedulerConfig) -> None:
         self.config = config
-        self.pages_freed = 0
         self.preemptions = 0
-        self._allocator = PageAllocator(config.total_pages)
-        self._leases = ReservationTable(self._allocator, config.lease_ttl_s)
+        self._pool = PagePool(
+            config.total_pages, config.page_size, prefix_cache=config.prefix_cache == "radix"
+        )
+        self._leases = ReservationTable(self._pool, config.lease_ttl_s)
         self._sequences: dict[tuple[SequenceKind, str], Sequence] = {}  # live, in order of arrival
         self._in_flight: list[Chunk] = []
         self._next_number = 0
         self._pages_wanted = 0  # by the first sequence that found no pages in the last ``schedule``
+        self._claims_dropped = 0
         self._stalled_until: float | None = None  # the sends may wait so long while nothing can run
 
     # --- sequences -------------------------------------------------------------------------------------------
@@ -87,45 +68,65 @@ class Scheduler:
     def add_received(self, sequence: Sequence) -> None:
         """Queue a generation whose first positions were received: commits the lease. Raises LeaseError, RequestConflict.
 
-        The last position is computed here in any case, for its logits.
+        The K/V is published, as far as this sequence does not write into it: its last position is computed here in any
+        case, for its logits. What the cache has beyond the lease by now is used.
         """
         self._require_new(sequence)
-        lease = self._leases.commit(sequence.request_id, sequence)
-        sequence.pages = lease.pages
-        sequence.computed = min(lease.end, len(sequence.tokens) - 1)
-        sequence.computed_before = sequence.computed
+        lease = self._leases.commit(sequence.request_id, sequence.arrival)
+        sequence.cached_tokens = lease.begin
+        sequence.salt = lease.salt
+        self._pool.hand_over(lease, sequence)
+        self._pool.copies_made(sequence)
+        last = len(sequence.tokens) - 1
+        received = min(lease.end, last)
+        self._pool.publish(sequence, sequence.tokens[:received])
+        sequence.computed = max(received, self._pool.adopt(sequence, sequence.tokens[:last]))
+        sequence.computed_before = received
+        sequence.started = True
         self._admit(sequence)
 
     def get(self, kind: SequenceKind, request_id: str) -> Sequence | None:
         return self._sequences.get((kind, request_id))
 
-    def finish(self, sequence: Sequence) -> None:
-        """End a live sequence. Its pages are freed now, or by ``complete`` when it is in the running step."""
+    def finish(self, sequence: Sequence, publish: bool = True) -> None:
+        """End a live sequence. Its pages are released now, or by ``complete`` when it is in the running step.
+
+        publish: what it computed (in completed steps) is good, and goes to the prefix cache.
+        """
         if self._sequences.pop(sequence.key, None) is not sequence:
             raise InternalError(f"sequence {sequence.request_id!r} ended twice")
         sequence.state = SequenceState.FINISHED
+        sequence.publishes = publish
         if self._pages_wanted:  # by this one, perhaps; ``schedule`` finds out
             self._pages_wanted = 0
-            self.pages_freed += 1
+            self._claims_dropped += 1
         if not self.is_in_flight(sequence):
             self._release(sequence)
 
     def is_in_flight(self, sequence: Sequence) -> bool:
         return any(chunk.sequence is sequence for chunk in self._in_flight)
 
+    def expired_sequences(self, now: float) -> list[Sequence]:
+        """The live sequences whose deadline has come; the caller ends them."""
+        return [s for s in self._sequences.values() if s.is_late(now)]
+
     # --- steps -----------------------------------------------------------------------------------------------
 
-    def schedule(self) -> list[Chunk]:
-        """The next step; empty when nothing can run. Until ``complete`` the chunks' pages stay as they are."""
+    def schedule(self, now: float, prefill_budget: int | None = None) -> Step:
+        """The next step; falsy when nothing can run. Until ``complete`` its pages stay as they are.
+
+        now: a sequence whose deadline has come is not started. prefill_budget: prefill tokens, at least 1, of a step that
+        also has decodes; None = ``chunk_size_tokens``.
+        """
         if self._in_flight:
             raise InternalError("the last step is not complete")
-        chunks = self._build()
-        while not chunks and self._preempt_newest_holder():
-            chunks = self._build()
-        self._in_flight = chunks
-        if chunks:
+        step = self._build(now, prefill_budget)
+        while not step and self._preempt_newest_holder():
+            step = self._build(now, prefill_budget)
+        self._in_flight = step.chunks
+        if step:
             self._stalled_until = None
-        return chunks
+        return step
 
     def send_to_give_up(self, now: float) -> Sequence | None:
         """The newest send, once nothing could run for ``page_wait_s``. Call it when ``schedule`` found nothing."""
@@ -139,44 +140,54 @@ class Scheduler:
             return sends[-1]
         return None
 
-    def complete(self) -> None:
-        """The step ran (or failed): count its tokens as computed, and free what ended meanwhile.
+    def complete(self, ok: bool = True) -> None:
+        """The step ran: count its tokens as computed, publish whole prompts, release what ended meanwhile.
 
+        ok: False = it failed. Nothing of it counts, and the caller must end its sequences without publishing them.
         Call it before tokens are appended to the sequences.
         """
         chunks, self._in_flight = self._in_flight, []
         for chunk in chunks:
-            sequence = chunk.sequence
-            if sequence.state is SequenceState.FINISHED:
-                self._release(sequence)
-                continue
-            sequence.computed = chunk.start + chunk.length
-            if chunk.last:
-                sequence.state = SequenceState.DECODE
+            chunk.sequence.publishes = chunk.sequence.publishes and ok
+            if chunk.sequence.state is SequenceState.FINISHED:
+                self._release(chunk.sequence)
+            elif ok:
+                self._advance(chunk)
 
-    def _build(self) -> list[Chunk]:
-        chunks = [Chunk(s, s.computed, 1, last=True, decode=True) for s in self._decodes_with_pages()]
-        budget = self.config.chunk_size_tokens
-        running = sum(
-            s.state in (SequenceState.PREFILL, SequenceState.DECODE) for s in self._sequences.values()
-        )
-        destination = None
+    def _advance(self, chunk: Chunk) -> None:
+        sequence = chunk.sequence
+        sequence.computed = chunk.start + chunk.length
+        if chunk.decode:
+            return
+        self._pool.copies_made(sequence)
+        if chunk.last:
+            sequence.state = SequenceState.DECODE
+            self._pool.publish(sequence, sequence.tokens[: sequence.computed])
+
+    def _build(self, now: float, prefill_budget: int | None) -> Step:
+        decodes = self._decodes_with_pages()
+        step = Step([Chunk(s, s.computed, 1, True, True, s.computed) for s in decodes])
+        budget = self._budget(prefill_budget if decodes else None)
         self._pages_wanted = 0
-        for sequence in self._prefill_order():
-            if budget == 0:
+        for sequence in prefill_order(self._sequences.values()):
+            if budget.spent:
                 break
-            if sequence.kind is SequenceKind.SEND and destination not in (None, sequence.destination):
+            if not budget.accepts(sequence):
                 continue
+            cached_from = sequence.computed
             if sequence.state is SequenceState.WAITING:
-                if running >= self.config.max_batch_size or not self._start(sequence):
+                grant = None if sequence.is_late(now) else self._start(sequence)
+                if grant is None:
                     continue
-                running += 1
-            if sequence.kind is SequenceKind.SEND:
-                destination = sequence.destination
-            length = min(budget, sequence.remaining)
-            budget -= length
-            chunks.append(Chunk(sequence, sequence.computed, length, length == sequence.remaining))
-        return chunks
+                step.copies.extend(grant.copies)
+            step.chunks.append(budget.chunk(sequence, cached_from))
+        return step
+
+    def _budget(self, prefill_budget: int | None) -> PrefillBudget:
+        tokens = self.config.chunk_size_tokens
+        if prefill_budget is not None:
+            tokens = min(tokens, max(prefill_budget, 1))  # prefills never stop for good
+        return PrefillBudget(tokens, chunked=self.config.chunked_prefill_enabled)
 
     def _decodes_with_pages(self) -> list[Sequence]:
         """The decodes that have a page for their next token, oldest first; may preempt newer sequences."""
@@ -187,51 +198,82 @@ class Scheduler:
         return ready
 
     def _grow(self, sequence: Sequence) -> bool:
-        """One more page if the next token needs it: a free one, or the newest newer sequence's."""
-        if not self._pages_missing(sequence):
-            return True
-        if self._allocator.free == 0:
+        """One more page if the next token needs it: one that is available, or the newest newer sequences'."""
+        while self._pool.available < self._pool.missing(sequence, len(sequence.tokens)):
             victim = self._newest_holder()
             if victim is None or victim is sequence:
                 return False
             self._preempt(victim)
-        self._take_pages(sequence)
+        self._pool.grow(sequence, len(sequence.tokens))
         return True
 
-    def _start(self, sequence: Sequence) -> bool:
-        """Give a waiting sequence the pages of all its tokens, beyond one for each running decode."""
-        missing = self._pages_missing(sequence)
-        if self._pages_wanted and not sequence.pages:
-            return False
-        if missing and self._allocator.free < missing + self._decode_headroom():
-            self._pages_wanted = self._pages_wanted or missing
-            return False
-        self._take_pages(sequence)
+    def _start(self, sequence: Sequence) -> Grant | None:
+        """Let a waiting sequence run, with the pages of all its tokens."""
+        if self._is_full() or (self._pages_wanted and sequence.handle is None):
+            return None
+        grant = self._open(sequence) if sequence.handle is None else self._grow_received(sequence)
+        if grant is None:
+            self._pages_wanted = self._pages_wanted or self._pool.missing(sequence, len(sequence.tokens))
+            return None
+        sequence.computed = grant.matched
         sequence.state = SequenceState.PREFILL
-        return True
+        return grant
 
-    def _prefill_order(self) -> list[Sequence]:
-        pending = (
-            s for s in self._sequences.values() if s.state in (SequenceState.WAITING, SequenceState.PREFILL)
+    def _open(self, sequence: Sequence) -> Grant | None:
+        tokens = len(sequence.tokens)
+        # A generation computes its last token in any case, for its logits.
+        wanted = tokens if sequence.kind is SequenceKind.SEND else tokens - 1
+        grant = self._pool.open(
+            sequence,
+            PageState.RUNNING,
+            sequence.tokens[:wanted],
+            tokens,
+            shared_limit=wanted,
+            spare=self._spare(idle=not self._any_running()),
         )
-        return sorted(pending, key=lambda s: (s.remaining + AGING_TOKENS_PER_S * s.arrival, s.number))
+        if grant is not None and not sequence.started:
+            sequence.started = True
+            sequence.cached_tokens = grant.matched
+            self._pool.cache.count(wanted, grant.matched)
+        return grant
+
+    def _grow_received(self, sequence: Sequence) -> Grant | None:
+        """It holds what it received, which is of no use to anybody else: only the running decodes go before it."""
+        missing = self._pool.missing(sequence, len(sequence.tokens))
+        if missing > 0 and self._pool.available < missing + self._decode_headroom():
+            return None
+        self._pool.grow(sequence, len(sequence.tokens))
+        return Grant(sequence.computed, [])
 
     # --- reservations ----------------------------------------------------------------------------------------
 
     def try_reserve(
-        self, request_id: str, prompt: tuple[int, ...], begin: int, end: int, now: float
+        self, request_id: str, prompt: tuple[int, ...], end: int, now: float, salt: str = ""
     ) -> LeasedPages | None:
-        """Lease pages for positions [0, end); None when they are not there now.
+        """Lease pages for positions [0, end), shared with the prefix cache as far as it has them; None when they lack.
 
-        Waiting sequences are not passed by. Raises RequestConflict (live id), Overloaded (too many live requests).
+        The lease's ``copies`` are the caller's to make before the lease is used. Waiting sequences are not passed by.
+        Raises RequestConflict (live id), Overloaded (too many live requests).
         """
         if (SequenceKind.GENERATE, request_id) in self._sequences or request_id in self._leases:
             raise RequestConflict(f"request {request_id!r} is live", param="request_id")
         self._require_room()
-        pages = self._pages_for(end)
-        if pages and self._allocator.free < pages + self._pages_wanted + self._decode_headroom():
-            return None
-        return self._leases.issue(request_id, prompt, begin, end, pages, now)
+        spare = self._pages_wanted + self._spare(idle=not self._any_running() and not len(self._leases))
+        lease = self._leases.issue(request_id, prompt, end, now, salt=salt, spare=spare)
+        if lease is not None:
+            self._pool.cache.count(end, lease.begin)
+        return lease
+
+    def commit(self, request_id: str, now: float) -> int:
+        """Put the K/V of an arrived lease into the prefix cache and end the lease; returns how many tokens it was.
+
+        Raises LeaseError when the lease is unknown, has ended, or not all of its K/V has arrived.
+        """
+        lease = self._leases.commit(request_id, now)
+        self._pool.copies_made(lease)
+        self._pool.publish(lease, lease.prompt[: lease.end], tail=True)
+        self._pool.release(lease)
+        return lease.end if self._pool.cache.enabled else 0
 
     def reservation(self, request_id: str) -> LeasedPages | None:
         return self._leases.get(request_id)
@@ -251,26 +293,17 @@ class Scheduler:
         return self._leases.begin_write(request_id, lease_id, now)
 
     def end_write(self, lease_id: int, ok: bool, now: float) -> LeasedPages | None:
-        free = self._allocator.free
-        lease = self._leases.end_write(lease_id, ok, now)
-        self._note_freed(free)
-        return lease
+        return self._leases.end_write(lease_id, ok, now)
 
     def abort_reservation(self, request_id: str, reason: str = "aborted") -> bool:
-        free = self._allocator.free
-        ended = self._leases.abort(request_id, reason)
-        self._note_freed(free)
-        return ended
+        return self._leases.abort(request_id, reason)
 
     def abort_all_reservations(self) -> None:
         for request_id in self._leases.request_ids():
             self.abort_reservation(request_id)
 
     def expire(self, now: float) -> list[LeasedPages]:
-        free = self._allocator.free
-        late = self._leases.expire(now)
-        self._note_freed(free)
-        return late
+        return self._leases.expire(now)
 
     def take_revoked(self) -> list[int]:
         return self._leases.take_revoked()
@@ -279,7 +312,17 @@ class Scheduler:
 
     @property
     def pages(self) -> PageCounts:
-        return self._allocator.counts
+        return self._pool.counts
+
+    @property
+    def prefix_cache(self) -> PrefixCache:
+        """For its counters and page counts: pinned, evictable, query_tokens, hit_tokens, evicted_pages."""
+        return self._pool.cache
+
+    @property
+    def pages_freed(self) -> int:
+        """Moves whenever pages became available, or unclaimed: who waits for pages looks at it."""
+        return self._pool.freed + self._claims_dropped
 
     @property
     def live_leases(self) -> int:
@@ -287,9 +330,14 @@ class Scheduler:
 
     @property
     def next_deadline(self) -> float | None:
-        """When a lease expires, or a send has waited enough."""
-        times = (self._leases.next_expiry, self._stalled_until)
+        """When a lease expires, a sequence must end, or a send has waited enough."""
+        times = [s.deadline for s in self._sequences.values()]
+        times += (self._leases.next_expiry, self._stalled_until)
         return min((time for time in times if time is not None), default=None)
+
+    def match_prefix(self, salt: str, tokens: Seq[int]) -> int:
+        """How many of the first ``tokens`` are cached. Reads only."""
+        return self._pool.cache.match(salt, tokens)
 
     def sequences(self) -> Iterator[Sequence]:
         """The live sequences, in order of arrival."""
@@ -297,9 +345,12 @@ class Scheduler:
 
     def check(self) -> None:
         """Raises InternalError when a page is not where it belongs. Costs O(pages): for tests and idle time."""
-        self._allocator.check()
+        self._pool.allocator.check()
         finishing = [c.sequence for c in self._in_flight if c.sequence.state is SequenceState.FINISHED]
-        held = [page for s in (*self._sequences.values(), *finishing) for page in s.pages]
+        holders = [s for s in (*self._sequences.values(), *finishing) if s.handle is not None]
+        handles = [s.handle for s in holders if s.handle is not None]
+        self._pool.cache.check([*handles, *self._leases.handles()])
+        held = [page for s in holders if s.handle is not None for page in s.pages[s.handle.shared :]]
         if len(set(held)) != len(held) or len(held) != self.pages.running:
             raise InternalError(f"sequences hold {len(held)} pages, {self.pages.running} are running")
         for s in self._sequences.values():
@@ -316,30 +367,39 @@ class Scheduler:
         live = len(self._sequences) + len(self._leases)
         if live >= self.config.max_sequences:
             raise Overloaded(f"the engine already has {live} requests", retry_after_s=RETRY_AFTER_S)
+        limit = self.config.ingestion_queue_size
+        if limit is not None and self._in_state(SequenceState.WAITING) >= limit:
+            raise Overloaded(f"{limit} requests already wait for the engine", retry_after_s=RETRY_AFTER_S)
 
     def _admit(self, sequence: Sequence) -> None:
         sequence.number = self._next_number
         self._next_number += 1
         self._sequences[sequence.key] = sequence
 
-    def _pages_for(self, tokens: int) -> int:
-        return -(-tokens // self.config.page_size)
+    def _in_state(self, *states: SequenceState) -> int:
+        return sum(s.state in states for s in self._sequences.values())
 
-    def _pages_missing(self, sequence: Sequence) -> int:
-        return self._pages_for(len(sequence.tokens)) - len(sequence.pages)
+    def _any_running(self) -> bool:
+        return self._in_state(SequenceState.PREFILL, SequenceState.DECODE) > 0
 
-    def _take_pages(self, sequence: Sequence) -> None:
-        missing = self._pages_missing(sequence)
-        sequence.pages += self._allocator.allocate(missing, PageState.RUNNING, sequence)
+    def _is_full(self) -> bool:
+        limit = self.config.max_concurrent_prefills
+        if limit is not None and self._in_state(SequenceState.PREFILL) >= limit:
+            return True
+        return self._in_state(SequenceState.PREFILL, SequenceState.DECODE) >= self.config.max_batch_size
 
     def _decode_headroom(self) -> int:
-        return sum(s.state is SequenceState.DECODE for s in self._sequences.values())
+        return self._in_state(SequenceState.DECODE)
+
+    def _spare(self, *, idle: bool) -> int:
+        """Pages that a start must leave to others."""
+        return self._decode_headroom() if idle else max(self._decode_headroom(), self.config.kept_back)
 
     def _newest_holder(self) -> Sequence | None:
         return next((s for s in reversed(self._sequences.values()) if s.pages), None)
 
     def _preempt_newest_holder(self) -> bool:
-        """When nothing can run: free the newest holder's pages for the oldest sequence. False when that is no help."""
+        """When nothing can run: take the newest holder's pages for the oldest sequence. False when that is no help."""
         victim = self._newest_holder()
         if victim is None or victim is next(iter(self._sequences.values())):
             return False
@@ -348,16 +408,15 @@ class Scheduler:
 
     def _preempt(self, sequence: Sequence) -> None:
         sequence.computed_before = max(sequence.computed_before, sequence.computed)
+        self._release(sequence)
         sequence.computed = 0
         sequence.state = SequenceState.WAITING
         self.preemptions += 1
-        self._release(sequence)
 
     def _release(self, sequence: Sequence) -> None:
-        if sequence.pages:
-            self._allocator.release(sequence.pages, sequence)
-            self.pages_freed += 1
-        sequence.pages = []
-
-    def _note_freed(self, free_before: int) -> None:
-        self.pages_freed += self._allocator.free > free_before
+        """Its pages are others' to have; what it computed stays in the cache until they are wanted."""
+        if sequence.handle is None:
+            return
+        if sequence.publishes:
+            self._pool.publish(sequence, sequence.tokens[: sequence.computed], tail=True)
+        self._pool.release(sequence)

@@ -9,6 +9,8 @@ from collections.abc import Hashable
 from dataclasses import dataclass, field
 from enum import Enum
 
+from microserving.scheduler.prefix_cache import PrefixHandle
+
 
 class SequenceKind(Enum):
     """generate: prefill, then decode. send: prefill only, every K/V row also goes to ``destination``."""
@@ -28,28 +30,37 @@ class SequenceState(Enum):
 class Sequence:
     """Fields grouped by who writes them.
 
-    Positions [0, computed) have their K/V in ``pages``; position p lies in ``pages[p // page_size]``.
+    Positions [0, computed) have their K/V in ``pages``; position p lies in ``pages[p // page_size]``. The first of the
+    pages are shared and belong to the prefix cache; ``handle`` pins them.
     """
 
-    # The maker. ``tokens``: the prompt (of a send, its computed part), then the output as it comes.
+    # The maker. ``tokens``: the prompt (of a send, its computed part), then the output as it comes. A generation that is
+    # resumed begins with some output already: then ``prompt_length`` is given. deadline: by the clock of ``arrival``.
     request_id: str
     kind: SequenceKind
     tokens: list[int]
     arrival: float
     destination: Hashable = None
+    salt: str = ""
+    deadline: float | None = None
+    prompt_length: int = -1  # -1: all of ``tokens``
 
     # The scheduler.
     number: int = -1  # order of arrival, unique
     state: SequenceState = SequenceState.WAITING
     pages: list[int] = field(default_factory=list)
+    handle: PrefixHandle | None = None
     computed: int = 0
     computed_before: int = (
         0  # positions below this were computed (or received) here once, before a preemption
     )
-    prompt_length: int = field(init=False)
+    cached_tokens: int = 0  # found in the prefix cache when it first started, or when its pages were reserved
+    started: bool = False
+    publishes: bool = True  # False: what it computed may be wrong, nobody shall share it
 
     def __post_init__(self) -> None:
-        self.prompt_length = len(self.tokens)
+        if self.prompt_length < 0:
+            self.prompt_length = len(self.tokens)
 
     @property
     def key(self) -> tuple[SequenceKind, str]:
@@ -60,3 +71,7 @@ class Sequence:
     def remaining(self) -> int:
         """Tokens whose K/V is still to be computed; 1 in a decode."""
         return len(self.tokens) - self.computed
+
+    def is_late(self, now: float) -> bool:
+        """Has its deadline come?"""
+        return self.deadline is not None and self.deadline <= now

@@ -3,37 +3,77 @@
 import pytest
 
 from microserving.errors import LeaseError, RequestConflict
-from microserving.scheduler import LeaseState, PageAllocator, ReservationTable
+from microserving.scheduler import LeasedPages, LeaseState, PageAllocator, PagePool, ReservationTable
 
 PROMPT = tuple(range(40))
+PAGE = 16
 
 
 @pytest.fixture
-def allocator() -> PageAllocator:
-    return PageAllocator(8)
+def pool() -> PagePool:
+    return PagePool(8, PAGE, prefix_cache=True)
 
 
 @pytest.fixture
-def table(allocator: PageAllocator) -> ReservationTable:
-    return ReservationTable(allocator, ttl_s=10.0)
+def allocator(pool: PagePool) -> PageAllocator:
+    return pool.allocator
+
+
+@pytest.fixture
+def table(pool: PagePool) -> ReservationTable:
+    return ReservationTable(pool, ttl_s=10.0)
+
+
+def issue(
+    table: ReservationTable,
+    request_id: str,
+    end: int = 39,
+    now: float = 0.0,
+    prompt: tuple[int, ...] = PROMPT,
+    spare: int = 0,
+) -> LeasedPages:
+    lease = table.issue(request_id, prompt, end, now, spare=spare)
+    assert lease is not None
+    return lease
+
+
+def arrived(table: ReservationTable, request_id: str, end: int = 39, now: float = 0.0) -> LeasedPages:
+    lease = issue(table, request_id, end, now)
+    assert table.begin_write(request_id, lease.lease_id, now)
+    assert table.end_write(lease.lease_id, ok=True, now=now) is lease
+    return lease
 
 
 def test_a_lease_is_written_committed_and_gone(table: ReservationTable, allocator: PageAllocator) -> None:
-    lease = table.issue("a", PROMPT, 0, 39, pages=3, now=0.0)
+    lease = issue(table, "a")
     assert (lease.state, lease.expires_at, allocator.counts.reserved) == (LeaseState.ISSUED, 10.0, 3)
     assert table.begin_write("a", lease.lease_id, now=4.0)
     assert lease.expires_at == 14.0  # traffic renews
     assert table.end_write(lease.lease_id, ok=True, now=5.0) is lease
-    assert table.commit("a", "sequence") is lease
-    assert (allocator.counts.reserved, allocator.counts.running) == (0, 3)
+    assert table.commit("a", now=14.9) is lease
+    assert (lease.state, len(lease.pages)) == (LeaseState.COMMITTED, 3)
     assert len(table) == 0
     assert table.ending("a") is None
 
 
+def test_an_arrived_lease_can_be_committed_only_while_it_lasts(table: ReservationTable) -> None:
+    arrived(table, "a", now=5.0)
+    with pytest.raises(LeaseError, match="expired"):
+        table.commit("a", now=15.0)  # although nobody has called expire yet
+
+
+def test_pages_that_others_must_be_left_are_not_leased(
+    table: ReservationTable, allocator: PageAllocator
+) -> None:
+    assert table.issue("a", PROMPT, 39, 0.0, spare=6) is None
+    assert (allocator.free, len(table)) == (8, 0)
+    issue(table, "a", spare=5)
+
+
 def test_lease_ids_are_unique_over_reuse_of_a_request_id(table: ReservationTable) -> None:
-    first = table.issue("a", PROMPT, 0, 16, pages=1, now=0.0)
+    first = issue(table, "a", 16)
     table.abort("a")
-    second = table.issue("a", PROMPT, 0, 16, pages=1, now=0.0)
+    second = issue(table, "a", 16)
     assert first.lease_id != second.lease_id
     assert not table.begin_write("a", first.lease_id, now=0.0)
     assert table.ending("a") is None  # forgotten with the new lease
@@ -42,42 +82,42 @@ def test_lease_ids_are_unique_over_reuse_of_a_request_id(table: ReservationTable
 def test_a_second_lease_of_a_live_request_is_refused(
     table: ReservationTable, allocator: PageAllocator
 ) -> None:
-    table.issue("a", PROMPT, 0, 16, pages=1, now=0.0)
+    issue(table, "a", 16)
     with pytest.raises(RequestConflict):
-        table.issue("a", PROMPT, 0, 16, pages=1, now=0.0)
+        issue(table, "a", 16)
     assert allocator.counts.reserved == 1
 
 
 def test_commit_before_the_kv_arrived_is_refused_and_keeps_the_lease(table: ReservationTable) -> None:
-    lease = table.issue("a", PROMPT, 0, 16, pages=1, now=0.0)
+    lease = issue(table, "a", 16)
     with pytest.raises(LeaseError, match="has not arrived"):
-        table.commit("a", "sequence")
+        table.commit("a", now=0.0)
     table.begin_write("a", lease.lease_id, now=0.0)
     with pytest.raises(LeaseError, match="has not arrived"):
-        table.commit("a", "sequence")
+        table.commit("a", now=0.0)
     table.end_write(lease.lease_id, ok=True, now=0.0)
-    table.commit("a", "sequence")
+    table.commit("a", now=0.0)
 
 
 @pytest.mark.case("PD-26")
 def test_nothing_to_send_counts_as_arrived(table: ReservationTable) -> None:
-    lease = table.issue("a", PROMPT, 0, 0, pages=0, now=0.0)
+    lease = issue(table, "a", 0)
     assert lease.state is LeaseState.ARRIVED
     assert not table.begin_write("a", lease.lease_id, now=0.0)
-    table.commit("a", "sequence")
+    table.commit("a", now=0.0)
 
 
 @pytest.mark.case("PD-03")
 def test_a_lease_that_expires_under_a_writer_is_quarantined_until_it_stops(
     table: ReservationTable, allocator: PageAllocator
 ) -> None:
-    lease = table.issue("a", PROMPT, 0, 39, pages=3, now=0.0)
+    lease = issue(table, "a")
     table.begin_write("a", lease.lease_id, now=0.0)
     assert table.expire(now=9.9) == []
     assert table.expire(now=10.0) == [lease]
     assert (allocator.free, allocator.counts.quarantined, len(table)) == (5, 3, 0)
     with pytest.raises(LeaseError, match="expired"):
-        table.commit("a", "sequence")
+        table.commit("a", now=0.0)
     assert table.end_write(lease.lease_id, ok=True, now=11.0) is None  # too late to count as arrived
     assert (allocator.free, allocator.counts.quarantined) == (8, 0)
     assert table.end_write(lease.lease_id, ok=True, now=11.0) is None  # idempotent
@@ -86,7 +126,7 @@ def test_a_lease_that_expires_under_a_writer_is_quarantined_until_it_stops(
 def test_a_lease_that_expires_unwritten_is_free_and_its_writer_is_refused(
     table: ReservationTable, allocator: PageAllocator
 ) -> None:
-    lease = table.issue("a", PROMPT, 0, 39, pages=3, now=0.0)
+    lease = issue(table, "a")
     assert not table.begin_write("a", lease.lease_id, now=10.0)  # late, although nobody has called expire yet
     table.expire(now=10.0)
     assert allocator.free == 8
@@ -95,14 +135,14 @@ def test_a_lease_that_expires_unwritten_is_free_and_its_writer_is_refused(
 
 @pytest.mark.case("PD-05")
 def test_a_failed_write_ends_the_lease_at_once(table: ReservationTable, allocator: PageAllocator) -> None:
-    lease = table.issue("a", PROMPT, 0, 39, pages=3, now=0.0)
+    lease = issue(table, "a")
     table.begin_write("a", lease.lease_id, now=0.0)
     table.end_write(lease.lease_id, ok=False, now=1.0)
     assert (allocator.free, table.ending("a")) == (8, "transfer failed")
 
 
 def test_one_writer_only(table: ReservationTable) -> None:
-    lease = table.issue("a", PROMPT, 0, 39, pages=3, now=0.0)
+    lease = issue(table, "a")
     assert not table.begin_write("b", lease.lease_id, now=0.0)
     assert table.begin_write("a", lease.lease_id, now=0.0)
     assert not table.begin_write("a", lease.lease_id, now=0.0)
@@ -111,8 +151,8 @@ def test_one_writer_only(table: ReservationTable) -> None:
 
 
 def test_renewing(table: ReservationTable) -> None:
-    table.issue("a", PROMPT, 0, 39, pages=3, now=0.0)
-    table.issue("b", PROMPT, 0, 39, pages=3, now=1.0)
+    issue(table, "a")
+    issue(table, "b", now=1.0)
     assert table.renew("a", now=5.0) == 15.0
     assert table.next_expiry == 11.0
     with pytest.raises(LeaseError, match="unknown"):
@@ -124,6 +164,6 @@ def test_ended_requests_are_remembered_but_not_for_ever(
 ) -> None:
     monkeypatch.setattr("microserving.scheduler.reservations.REMEMBERED_ENDINGS", 3)
     for name in "abcd":
-        table.issue(name, PROMPT, 0, 0, pages=0, now=0.0)
+        issue(table, name, 0)
         table.abort(name)
     assert [table.ending(name) for name in "abcd"] == [None, "aborted", "aborted", "aborted"]

@@ -27,7 +27,7 @@ def send(name: str, tokens: int, destination: str, arrival: float = 0.0) -> Sequ
 
 def step(scheduler: Scheduler) -> list[tuple[str, int, int, bool]]:
     """Run a step: every generation that may, gets a token; sends that are done end."""
-    chunks = scheduler.schedule()
+    chunks = scheduler.schedule(0.0).chunks
     shape = [(c.sequence.request_id, c.start, c.length, c.last) for c in chunks]
     scheduler.complete()
     for chunk in chunks:
@@ -114,25 +114,25 @@ def test_a_prompt_that_finds_no_pages_lets_nobody_pass_it() -> None:
     scheduler.add(prompt("big", 16))
     scheduler.add(prompt("small", 4, arrival=1.0))
     assert [name for name, *_ in step(scheduler)] == ["running"]
-    assert scheduler.try_reserve("r", (1, 2), 0, 1, now=0.0) is None
+    assert scheduler.try_reserve("r", (1, 2), 1, now=0.0) is None
     waiting = scheduler.get(SequenceKind.GENERATE, "big")
     assert waiting is not None
     before = scheduler.pages_freed
     scheduler.finish(waiting)
     assert scheduler.pages_freed > before  # those who wait for pages may try again
-    assert scheduler.try_reserve("r", (1, 2), 0, 1, now=0.0) is not None
+    assert scheduler.try_reserve("r", (1, 2), 1, now=0.0) is not None
 
 
 def test_the_queue_is_bounded_and_counts_leases() -> None:
     scheduler = make(max_sequences=2)
     scheduler.add(prompt("a", 2))
-    assert scheduler.try_reserve("b", (1, 2), 0, 1, now=0.0) is not None
+    assert scheduler.try_reserve("b", (1, 2), 1, now=0.0) is not None
     with pytest.raises(Overloaded) as refused:
         scheduler.add(prompt("c", 2))
     assert refused.value.retry_after_s
     assert not isinstance(refused.value, KVExhausted)
     with pytest.raises(Overloaded):
-        scheduler.try_reserve("c", (1, 2), 0, 1, now=0.0)
+        scheduler.try_reserve("c", (1, 2), 1, now=0.0)
 
 
 def test_a_live_id_is_refused() -> None:
@@ -141,13 +141,13 @@ def test_a_live_id_is_refused() -> None:
     with pytest.raises(RequestConflict):
         scheduler.add(prompt("a", 2))
     with pytest.raises(RequestConflict):
-        scheduler.try_reserve("a", (1, 2), 0, 1, now=0.0)
+        scheduler.try_reserve("a", (1, 2), 1, now=0.0)
     scheduler.add(send("a", 2, "x"))  # a send has ids of its own
 
 
 def test_a_received_sequence_computes_only_the_rest() -> None:
     scheduler = make()
-    lease = scheduler.try_reserve("a", tuple(range(10)), 0, 9, now=0.0)
+    lease = scheduler.try_reserve("a", tuple(range(10)), 9, now=0.0)
     assert lease is not None
     assert len(lease.pages) == 3
     with pytest.raises(LeaseError):
@@ -160,7 +160,7 @@ def test_a_received_sequence_computes_only_the_rest() -> None:
 
 def test_a_fully_received_prompt_computes_its_last_token_for_the_logits() -> None:
     scheduler = make()
-    lease = scheduler.try_reserve("a", tuple(range(8)), 0, 8, now=0.0)
+    lease = scheduler.try_reserve("a", tuple(range(8)), 8, now=0.0)
     assert lease is not None
     scheduler.begin_write("a", lease.lease_id, now=0.0)
     scheduler.end_write(lease.lease_id, ok=True, now=0.0)
@@ -172,7 +172,7 @@ def test_a_sequence_that_ends_in_a_step_keeps_its_pages_until_the_step_is_over()
     scheduler = make()
     sequence = prompt("a", 6)
     scheduler.add(sequence)
-    scheduler.schedule()
+    scheduler.schedule(0.0)
     scheduler.finish(sequence)
     assert scheduler.pages.running == 2
     scheduler.check()
@@ -186,7 +186,7 @@ def test_received_kv_waits_without_being_lost() -> None:
     scheduler = make(max_batch_size=1, chunk_size_tokens=64)
     scheduler.add(prompt("stream", 4))
     step(scheduler)
-    lease = scheduler.try_reserve("x", tuple(range(8)), 0, 7, now=0.0)
+    lease = scheduler.try_reserve("x", tuple(range(8)), 7, now=0.0)
     assert lease is not None
     scheduler.begin_write("x", lease.lease_id, now=0.0)
     scheduler.end_write(lease.lease_id, ok=True, now=0.0)
@@ -203,7 +203,7 @@ def test_waiting_holders_do_not_block_each_other_for_ever() -> None:
     """Two received sequences hold every page, and each lacks one: the older gets the newer's."""
     scheduler = make(total_pages=4, page_size=4)
     for name in ("a", "b"):
-        lease = scheduler.try_reserve(name, tuple(range(9)), 0, 8, now=0.0)
+        lease = scheduler.try_reserve(name, tuple(range(9)), 8, now=0.0)
         assert lease is not None
         scheduler.begin_write(name, lease.lease_id, now=0.0)
         scheduler.end_write(lease.lease_id, ok=True, now=0.0)
@@ -215,13 +215,13 @@ def test_waiting_holders_do_not_block_each_other_for_ever() -> None:
 
 def test_sends_that_wait_for_leased_pages_are_given_up_one_by_one() -> None:
     scheduler = make(total_pages=4)
-    assert scheduler.try_reserve("r", tuple(range(12)), 0, 12, now=0.0) is not None
+    assert scheduler.try_reserve("r", tuple(range(12)), 12, now=0.0) is not None
     first, second = send("a", 12, "x"), send("b", 12, "x")
     scheduler.add(first)
     scheduler.add(second)
 
     def given_up(now: float) -> Sequence | None:
-        assert scheduler.schedule() == []
+        assert not scheduler.schedule(now)
         return scheduler.send_to_give_up(now)
 
     assert given_up(1.0) is None
@@ -240,9 +240,9 @@ def test_sends_that_wait_for_leased_pages_are_given_up_one_by_one() -> None:
 
 def test_a_generation_is_never_given_up() -> None:
     scheduler = make(total_pages=4)
-    assert scheduler.try_reserve("r", tuple(range(12)), 0, 12, now=0.0) is not None
+    assert scheduler.try_reserve("r", tuple(range(12)), 12, now=0.0) is not None
     scheduler.add(prompt("a", 12))
     for now in (1.0, 9.0):
-        assert scheduler.schedule() == []
+        assert not scheduler.schedule(now)
         assert scheduler.send_to_give_up(now) is None
     assert scheduler.next_deadline == 10.0

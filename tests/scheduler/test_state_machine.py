@@ -68,7 +68,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         prompt, _ = self.shape(prompt, 0)
         tokens = tuple(range(prompt))
         try:
-            lease = self.scheduler.try_reserve(self.name(), tokens, 0, int(split * prompt), self.now)
+            lease = self.scheduler.try_reserve(self.name(), tokens, int(split * prompt), self.now)
         except Overloaded:
             return multiple()
         if lease is None:
@@ -159,7 +159,7 @@ class SchedulerMachine(RuleBasedStateMachine):
     @rule()
     def schedule(self) -> None:
         if self.batch is None:
-            self.batch = self.scheduler.schedule()
+            self.batch = self.scheduler.schedule(self.now).chunks
             self.check_batch(self.batch)
             if not self.batch:
                 self.give_up()
