@@ -1,6 +1,7 @@
 """From token ids to the chunks that a client sees.
 
-Owns: a request's detokeniser, stop strings, stop ids, and when it ends. Does not know: sampling, scheduling, the wire.
+Owns: a request's detokeniser, stop strings, stop ids, when it ends, and how it goes on where another engine stopped.
+Does not know: sampling, scheduling, the wire.
 
 Counting follows OpenAI and vLLM: every sampled token counts in ``completion_tokens``, the end-of-sequence token and the
 tokens of a stop string included; neither is shown in the text. A stop beats a length limit reached by the same token.
@@ -8,8 +9,10 @@ tokens of a stop string included; neither is shown in the text. A stop beats a l
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Protocol
 
+from microserving.errors import InvalidRequest
 from microserving.protocol.generation import FinishReason, GenerationChunk, StopParams
 
 
@@ -73,7 +76,10 @@ class StopMatcher:
 
 
 class OutputProcessor:
-    """One request's output. ``max_output``: the tokens it may have at most (max_tokens, or what the context leaves)."""
+    """One request's output. ``max_output``: the tokens it may have at most (max_tokens, or what the context leaves).
+
+    cached_tokens: what its chunks tell (``GenerationChunk``); written by the owner when it is known.
+    """
 
     def __init__(
         self,
@@ -91,6 +97,27 @@ class OutputProcessor:
         self._max_output = max_output
         self._unshown: list[int] = []
         self.completion_tokens = 0
+        self.cached_tokens = 0
+
+    def resume(self, token_ids: Iterable[int]) -> GenerationChunk | None:
+        """Take the tokens that another engine has given out, text included: what comes next is what came next there.
+
+        None, or the last chunk when the output ended with them: it holds no text and no tokens. Before any ``put``.
+        Raises InvalidRequest when the output had ended before the last of them.
+        """
+        reason: FinishReason | None = None
+        for token_id in token_ids:
+            if reason is not None:
+                raise InvalidRequest("these tokens go on after the output's end", param="resume_output_ids")
+            chunk = self.put(token_id)
+            reason = None if chunk is None else chunk.finish_reason
+        self._unshown = []
+        return None if reason is None else self._chunk("", reason)
+
+    def preempted(self) -> GenerationChunk:
+        """The last chunk when the request is given back: the tokens that no chunk has told yet, and no text (what is
+        held back of it, whoever resumes the output finds anew)."""
+        return self._chunk("", "preempt")
 
     def put(self, token_id: int) -> GenerationChunk | None:
         """Take the next token. None = nothing to show yet; a chunk with ``finish_reason`` is the last one."""
@@ -114,4 +141,6 @@ class OutputProcessor:
 
     def _chunk(self, text: str, reason: FinishReason | None) -> GenerationChunk:
         token_ids, self._unshown = tuple(self._unshown), []
-        return GenerationChunk(text, token_ids, reason, self._prompt_tokens, self.completion_tokens)
+        return GenerationChunk(
+            text, token_ids, reason, self._prompt_tokens, self.completion_tokens, self.cached_tokens
+        )

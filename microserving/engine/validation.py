@@ -29,9 +29,17 @@ def check_prompt(prompt: Sequence[int], *, vocab_size: int, max_context: int) ->
 
 
 def check_generation(request: GenerationRequest, *, vocab_size: int, max_context: int) -> int:
-    """The number of tokens that the request may produce. Raises InvalidRequest, ContextLengthExceeded."""
+    """The number of tokens that the request's output may have, those that it resumes included.
+
+    Raises InvalidRequest, ContextLengthExceeded.
+    """
     prompt_tokens, max_tokens = len(request.prompt_token_ids), request.stop.max_tokens
     check_prompt(request.prompt_token_ids, vocab_size=vocab_size, max_context=max_context)
+    for token in request.resume_output_ids:
+        if not 0 <= token < vocab_size:
+            raise InvalidRequest(
+                f"token id {token} is outside of the vocabulary [0, {vocab_size})", param="resume_output_ids"
+            )
     for token in request.sampling.logit_bias:
         if not 0 <= token < vocab_size:
             raise InvalidRequest(

@@ -7,6 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from microserving.engine.output import OutputProcessor, StopMatcher
+from microserving.errors import InvalidRequest
 from microserving.protocol.generation import GenerationChunk, StopParams
 
 EOS = 99
@@ -164,6 +165,64 @@ def test_the_flush_may_complete_a_stop() -> None:
     chunks = feed(process("a", b"\xf0", stop=StopParams(stop=("a\ufffd",)), max_output=2), [0, 1])
     assert "".join(texts(chunks)) == ""
     assert chunks[-1].finish_reason == "stop"
+
+
+def split_at(chunks: list[GenerationChunk], tokens: int) -> str:
+    """The text of the chunks that tell no token behind the first ``tokens``."""
+    told, text = 0, ""
+    for chunk in chunks:
+        told += len(chunk.token_ids)
+        text += chunk.text if told <= tokens else ""
+    return text
+
+
+RESUMED: list[tuple[list[str | bytes], StopParams, int]] = [
+    (["Hi ", "<|", "im_", "end|>", "x"], StopParams(stop=("<|im_end|>",)), 100),
+    (["a<", "|", "b", "c"], StopParams(stop=("<|end",)), 4),
+    (["a", b"\xf0", b"\x9f", b"\x98", b"\x80", "!"], NO_STOP, 6),
+    (["a", b"\xf0", b"\x9f"], NO_STOP, 3),
+    (["a", b"\xf0", "b"], StopParams(stop=("a\ufffd",)), 3),
+    (["ab", "ab", "abc", "d"], StopParams(stop=("abab",), ignore_eos=True), 4),
+    (["one", "two", "three"], StopParams(stop_token_ids=(2,)), 9),
+]
+
+
+@pytest.mark.case("PD-36")
+@pytest.mark.parametrize(("pieces", "stop", "most"), RESUMED)
+def test_a_resumed_output_goes_on_as_if_it_had_not_been_cut(
+    pieces: list[str | bytes], stop: StopParams, most: int
+) -> None:
+    """At every token: text held back for a stop or a code point, the limit, the counts."""
+    whole = feed(process(*pieces, stop=stop, max_output=most), list(range(len(pieces))))
+    tokens = [token for chunk in whole for token in chunk.token_ids]
+    assert whole[-1].finish_reason is not None
+    for cut in range(len(tokens) + 1):
+        processor = process(*pieces, stop=stop, max_output=most)
+        ended = processor.resume(tokens[:cut])
+        assert (ended is not None) == (cut == len(tokens))
+        rest = [ended] if ended is not None else feed(processor, tokens[cut:])
+        assert split_at(whole, cut) + "".join(texts(rest)) == "".join(texts(whole)), cut
+        assert [t for chunk in rest for t in chunk.token_ids] == tokens[cut:]
+        assert (rest[-1].finish_reason, rest[-1].completion_tokens, rest[-1].prompt_tokens) == (
+            whole[-1].finish_reason,
+            len(tokens),
+            5,
+        )
+
+
+def test_what_goes_on_after_its_end_is_no_output() -> None:
+    for tokens, most in [([0, EOS, 0], 9), ([0, 0, 0], 2)]:
+        with pytest.raises(InvalidRequest) as refused:
+            process("a", max_output=most).resume(tokens)
+        assert refused.value.param == "resume_output_ids"
+
+
+def test_a_preempted_output_tells_every_token_and_shows_nothing_held_back() -> None:
+    pieces: list[str | bytes] = ["a", "b<", b"\xf0"]
+    processor = process(*pieces, stop=StopParams(stop=("<|",)))
+    assert texts(feed(processor, [0, 1])) == ["a", "b"]
+    processor.put(2)
+    assert processor.preempted() == GenerationChunk("", (2,), "preempt", 5, 3)
 
 
 def oracle(text: str, stops: list[str]) -> tuple[str, bool]:

@@ -1,0 +1,126 @@
+"""How many prompt tokens a step may compute beside running decodes, so that these keep their pace.
+
+Owns: a small model of what a step costs, learnt from the steps themselves, and the budget that follows from it. Pure:
+seconds are handed in. Does not know: which prompt is computed, who decodes.
+
+A step with decodes and prompt tokens takes about ``D + tokens * cost(position)``: D is what a step of the decodes alone
+takes (moving average), cost what one prompt token adds. It grows with the token's position (attention) and is measured
+where it is used, in steps with decodes (a large chunk's tokens cost less each): a straight line over the positions of
+the last such steps, older ones forgotten. The budget is the most tokens for which the sum stays within
+``max_itl_ratio * D``, and at most twice what the last such step had, so that a wrong guess costs one step little.
+
+A floor keeps prompts going whatever the model says. While D is unknown or old, one step has no prompt tokens, to
+measure it; the next one has some again, so no prompt ever starves.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Final
+
+FLOOR_TOKENS: Final = 8
+"""The least prompt tokens of a step that may have some."""
+EWMA_WEIGHT: Final = 0.25
+"""Weight of the newest step in D."""
+KEPT: Final = 0.9
+"""How much of its weight a step keeps in the line when a newer one comes."""
+PRIOR_VARIANCE: Final = 32.0**2
+"""Positions closer together than about its root say little about the slope; it is then taken as nearly flat."""
+OUTLIER: Final = 4.0
+"""A step counts as at most so many times as long as expected: the machine was busy with something else."""
+MEASURE_EVERY: Final = 64
+"""Steps with prompt tokens after which D is measured again."""
+
+
+class TokenCost:
+    """Seconds of one prompt token as a line over its position: least squares with forgetting."""
+
+    def __init__(self) -> None:
+        self._weight = 0.0
+        self._position = self._seconds = 0.0  # weighted means
+        self._variance = self._covariance = 0.0  # weighted sums of squared deviations
+
+    @property
+    def known(self) -> bool:
+        return self._weight > 0.0
+
+    @property
+    def slope(self) -> float:
+        """Seconds per token and position; never negative."""
+        return max(0.0, self._covariance / (self._variance + PRIOR_VARIANCE))
+
+    def at(self, position: float) -> float:
+        """Seconds of a token at ``position``; at least a quarter of the mean, however far the line goes down."""
+        return max(self._seconds + self.slope * (position - self._position), self._seconds / 4)
+
+    def observe(self, position: float, seconds: float) -> None:
+        """Tokens around ``position`` took ``seconds`` each."""
+        if self.known:
+            seconds = min(seconds, OUTLIER * self.at(position))
+        self._variance *= KEPT
+        self._covariance *= KEPT
+        self._weight = KEPT * self._weight + 1.0
+        from_mean = position - self._position
+        self._position += from_mean / self._weight
+        self._covariance += from_mean * (seconds - self._seconds) * (1.0 - 1.0 / self._weight)
+        self._variance += from_mean * (position - self._position)
+        self._seconds += (seconds - self._seconds) / self._weight
+
+
+class Pacer:
+    """Ask for the ``budget`` before a step, ``observe`` the step after it."""
+
+    def __init__(self, max_itl_ratio: float) -> None:
+        self._ratio = max_itl_ratio
+        self._decode_s: float | None = None
+        self._measured_with = 0  # decodes in the last measurement of D
+        self._mixed = 0  # steps with decodes and prompt tokens since then
+        self._last_tokens = FLOOR_TOKENS  # of prompts, in the last such step
+        self._cost = TokenCost()
+
+    def budget(self, decodes: int, position: int, most: int) -> int:
+        """Prompt tokens for a step beside so many decodes. position: of the first of them; most: the step's limit."""
+        if decodes == 0:
+            return most
+        decode_s = self._decode_s
+        if decode_s is None or self._must_measure(decodes):
+            return 0
+        tokens = FLOOR_TOKENS
+        if self._cost.known:
+            tokens = _tokens_within((self._ratio - 1.0) * decode_s, self._cost.at(position), self._cost.slope)
+        return min(max(tokens, FLOOR_TOKENS), 2 * self._last_tokens, most)
+
+    def observe(self, decodes: int, tokens: int, position: float, seconds: float) -> None:
+        """A step ran. tokens: of prompts, at the mean ``position``."""
+        if decodes == 0:
+            return
+        if tokens == 0:
+            self._observe_decodes(decodes, seconds)
+            return
+        self._mixed += 1
+        self._last_tokens = max(tokens, FLOOR_TOKENS)
+        if self._decode_s is not None:
+            self._cost.observe(position, max(0.0, seconds - self._decode_s) / tokens)
+
+    def _observe_decodes(self, decodes: int, seconds: float) -> None:
+        if self._decode_s is None or self._changed_much(decodes):
+            self._decode_s = seconds
+        else:
+            seconds = min(seconds, OUTLIER * self._decode_s)
+            self._decode_s += EWMA_WEIGHT * (seconds - self._decode_s)
+        self._measured_with = decodes
+        self._mixed = 0
+
+    def _must_measure(self, decodes: int) -> bool:
+        """At most every second step, so that prompts go on."""
+        return self._mixed >= MEASURE_EVERY or (self._mixed > 0 and self._changed_much(decodes))
+
+    def _changed_much(self, decodes: int) -> bool:
+        return not self._measured_with / 2 < decodes < self._measured_with * 2
+
+
+def _tokens_within(seconds: float, first: float, slope: float) -> int:
+    """The most tokens whose costs ``first``, ``first + slope``, ... sum up to at most ``seconds``."""
+    if slope * seconds <= 1e-9 * first * first:
+        return int(seconds / max(first, 1e-9))
+    return int((math.sqrt(first * first + 2.0 * slope * seconds) - first) / slope)

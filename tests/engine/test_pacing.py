@@ -1,0 +1,132 @@
+"""The prompt tokens of a step that has decodes, against machines whose costs are known."""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Callable
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from microserving.engine.pacing import FLOOR_TOKENS, MEASURE_EVERY, Pacer, TokenCost
+
+MOST = 256
+
+
+class Machine:
+    """A step takes decode_s for its decodes, and per prompt token ``first + slope * position``."""
+
+    def __init__(self, decode_s: float, first: float, slope: float) -> None:
+        self.decode_s, self.first, self.slope = decode_s, first, slope
+
+    def seconds(self, position: int, tokens: int) -> float:
+        return self.decode_s + sum(self.first + self.slope * (position + i) for i in range(tokens))
+
+
+def prefill(
+    pacer: Pacer, machine: Machine, prompt: int, noise: Callable[[], float] = lambda: 1.0
+) -> list[tuple[int, float]]:
+    """(tokens, seconds) of each step until the prompt is computed beside 4 decodes."""
+    steps, position = [], 0
+    while position < prompt:
+        tokens = min(pacer.budget(4, position, MOST), prompt - position)
+        seconds = machine.seconds(position, tokens) * noise()
+        pacer.observe(4, tokens, position + tokens / 2, seconds)
+        steps.append((tokens, seconds))
+        position += tokens
+        assert len(steps) < 10_000, "the prompt starves"
+    return steps
+
+
+@pytest.mark.parametrize("slope", [0.0, 0.5e-6, 2e-6])
+@pytest.mark.parametrize("first", [0.2e-3, 1e-3, 1.8e-3])
+def test_a_step_takes_at_most_the_ratio_and_not_much_less(first: float, slope: float) -> None:
+    """20 ms of decodes and the budget 2.5: 30 ms of prompt tokens; the floor is 8 tokens."""
+    pacer, machine = Pacer(2.5), Machine(0.020, first, slope)
+    steps = prefill(pacer, machine, 3000)
+    whole = [
+        (i, tokens, seconds) for i, (tokens, seconds) in enumerate(steps[:-1]) if FLOOR_TOKENS < tokens < MOST
+    ]
+    assert all(seconds < 0.020 * 2.5 * 1.07 for _, tokens, seconds in whole)
+    settled = [seconds for i, _, seconds in whole if i > 12]
+    assert not settled or sorted(settled)[len(settled) // 2] > 0.020 * 2.5 * 0.85
+
+
+def test_noise_and_hiccups_do_not_lead_astray() -> None:
+    chance = random.Random(3)
+    pacer, machine = Pacer(2.5), Machine(0.020, 1e-3, 0.5e-6)
+
+    def noise() -> float:
+        return 30.0 if chance.random() < 0.01 else chance.uniform(0.9, 1.1)
+
+    for _ in range(20):
+        steps = prefill(pacer, machine, 3000, noise)
+    long = [seconds for _, seconds in steps if seconds > 0.020 * 3]
+    assert len(long) <= 0.03 * len(steps)
+
+
+def test_without_decodes_a_prompt_gets_the_whole_step() -> None:
+    assert Pacer(2.5).budget(0, 0, MOST) == MOST
+
+
+def test_decodes_that_were_never_measured_are_measured_first() -> None:
+    pacer = Pacer(2.5)
+    assert pacer.budget(4, 0, MOST) == 0
+    pacer.observe(4, 0, 0.0, 0.02)
+    assert pacer.budget(4, 0, MOST) == FLOOR_TOKENS
+    assert pacer.budget(4, 0, 3) == 3, "never beyond what the step may have"
+
+
+def test_they_are_measured_again_now_and_then_and_when_their_number_changes() -> None:
+    pacer = Pacer(2.5)
+    pacer.observe(4, 0, 0.0, 0.02)
+    for _ in range(MEASURE_EVERY):
+        assert pacer.budget(4, 0, MOST) > 0
+        pacer.observe(4, 8, 4.0, 0.03)
+    assert pacer.budget(4, 0, MOST) == 0
+    pacer.observe(4, 0, 0.0, 0.02)
+    assert pacer.budget(4, 0, MOST) > 0
+    pacer.observe(4, 8, 4.0, 0.03)
+    assert pacer.budget(7, 0, MOST) > 0
+    assert pacer.budget(8, 0, MOST) == 0
+    assert pacer.budget(2, 0, MOST) == 0
+
+
+def test_a_slower_machine_gets_smaller_chunks() -> None:
+    pacer = Pacer(2.5)
+    prefill(pacer, Machine(0.020, 0.2e-3, 0.0), 2000)
+    fast = pacer.budget(4, 0, MOST)
+    prefill(pacer, Machine(0.020, 2e-3, 0.0), 2000)
+    assert pacer.budget(4, 0, MOST) < fast / 4
+
+
+def test_the_cost_is_a_line_over_the_position() -> None:
+    cost = TokenCost()
+    for position in range(0, 3000, 100):
+        cost.observe(position, 1e-3 + 1e-6 * position)
+    for position in (2000, 2900, 3200):
+        assert math.isclose(cost.at(position), 1e-3 + 1e-6 * position, rel_tol=0.1)
+    assert cost.at(0) >= 0.5e-3
+
+
+@settings(max_examples=200, deadline=None)
+@given(
+    st.lists(
+        st.tuples(st.integers(0, 40), st.integers(0, 5000), st.integers(0, MOST), st.floats(0.0, 10.0)),
+        max_size=60,
+    ),
+    st.floats(1.01, 10.0),
+)
+def test_whatever_is_observed_prompts_go_on(steps: list[tuple[int, int, int, float]], ratio: float) -> None:
+    """Never two steps in a row without prompt tokens, never a budget outside of [0, most]."""
+    pacer, waited = Pacer(ratio), False
+    for decodes, position, tokens, seconds in steps:
+        budget = pacer.budget(decodes, position, MOST)
+        assert budget == MOST if decodes == 0 else 0 <= budget <= MOST
+        assert budget >= FLOOR_TOKENS or not waited
+        waited = budget == 0
+        used = min(tokens, budget)
+        if waited or used:
+            pacer.observe(decodes, used, float(position), seconds)
