@@ -18,9 +18,21 @@ Knows no HTTP and no engine process: ``microserving.program.testing`` has engine
 
 from __future__ import annotations
 
+from microserving.errors import (
+    DeadlineExceeded,
+    EngineUnavailable,
+    KVExhausted,
+    LeaseError,
+    MicroservingError,
+    NoEngine,
+    Overloaded,
+    Preempted,
+    TransferFailed,
+)
 from microserving.policies import EngineLoad
 from microserving.program.cluster import Cluster, Pool
 from microserving.program.engine_client import NOTHING_SENT, EngineClient, EngineRole, Received
+from microserving.program.metrics import ClusterMetrics, PoolMetrics, Window
 from microserving.program.program import Chunks, Program
 from microserving.program.request import Request
 from microserving.program.settings import Fraction, check_settings, setting_types
@@ -30,18 +42,30 @@ __all__ = [
     "NOTHING_SENT",
     "Chunks",
     "Cluster",
+    "ClusterMetrics",
+    "DeadlineExceeded",
     "EngineClient",
     "EngineLoad",
     "EngineRole",
+    "EngineUnavailable",
     "Fraction",
     "GenerationChunk",
+    "KVExhausted",
+    "LeaseError",
+    "MicroservingError",
+    "NoEngine",
+    "Overloaded",
     "Pool",
+    "PoolMetrics",
+    "Preempted",
     "Program",
     "Received",
     "RemoteSendResult",
     "Request",
     "SamplingParams",
     "StopParams",
+    "TransferFailed",
+    "Window",
     "check_settings",
     "setting_types",
 ]

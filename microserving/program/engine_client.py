@@ -107,6 +107,15 @@ class EngineClient(ABC):
         """
 
     @abstractmethod
+    async def commit(self, request: Request) -> int:
+        """Put what was received for the request into the engine's prefix cache, without generating.
+
+        That ends the reservation that ``prep_recv`` made; any request that begins with these tokens is a hit from then
+        on. Returns: how many of the prompt's leading tokens the engine has cached now.
+        Raises: LeaseError when there is no reservation or its K/V did not arrive whole, EngineUnavailable.
+        """
+
+    @abstractmethod
     async def abort(self, request: Request) -> None:
         """Free all that the engine holds for the request. Idempotent; seldom needed, as the host does it."""
 

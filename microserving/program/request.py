@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import asyncio
+from dataclasses import dataclass, fields
+from typing import Self
 
 from microserving.protocol.generation import GenerationRequest
 
@@ -15,8 +17,24 @@ class Request(GenerationRequest):
     """One prompt to continue, already tokenised.
 
     ``request_id`` is made by the router: unique, and not the id that the client sent. ``prompt_token_ids`` is the
-    whole prompt; ``sampling`` and ``stop`` say how to go on and when to end.
+    whole prompt; ``sampling`` and ``stop`` say how to go on and when to end. ``metadata`` is what the client sent in
+    OpenAI's field of that name; ``headers`` are those of its headers that are hints for routing (``x-...`` and a few
+    more), by lower-case name: never credentials. Only requests with the same ``cache_salt`` share cached prefixes.
+    ``deadline``: on the event loop's clock, None for none; the host ends the request then.
     """
+
+    deadline: float | None = None
+
+    @classmethod
+    def of(cls, generation: GenerationRequest, *, request_id: str, deadline: float | None = None) -> Self:
+        """``generation`` under another id."""
+        values = {name: getattr(generation, name) for name in _INHERITED}
+        return cls(**{**values, "request_id": request_id}, deadline=deadline)
+
+    @property
+    def remaining_s(self) -> float | None:
+        """Seconds until the deadline, negative when it has passed; None when there is none. On the event loop only."""
+        return None if self.deadline is None else self.deadline - asyncio.get_running_loop().time()
 
     @property
     def prompt_length(self) -> int:
@@ -36,3 +54,6 @@ class Request(GenerationRequest):
         last = self.prompt_length - 1
         end = last if pd_balance_factor < _ALL_BUT_LAST else int((1 - pd_balance_factor) * self.prompt_length)
         return max(0, min(end, last))
+
+
+_INHERITED = tuple(field.name for field in fields(GenerationRequest))

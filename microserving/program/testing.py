@@ -41,7 +41,8 @@ class _Reservation:
 class FakeEngine(EngineClient):
     """Answers every generation with ``output``, one chunk a piece, the last one with finish_reason ``stop``.
 
-    matched: the prefix length that ``prep_recv`` and ``match_prefix`` report (clamped to what is asked for).
+    matched: the prefix length that ``prep_recv`` and ``match_prefix`` report (clamped to what is asked for), when the
+    fake cache has no more of it: that holds what was committed and, with caching, every prompt that was computed here.
     failures: verb -> the exception that it raises, before it does anything. lease_ttl_s: what ``prep_recv`` and
     ``renew`` say; leases never expire by themselves, and None stands for an engine without ``renew``. Both may be set
     at any time, as may load.
@@ -57,6 +58,7 @@ class FakeEngine(EngineClient):
     ) -> None:
         self.output = tuple(output)
         self.matched = matched
+        self.caching = False
         self.calls: list[Call] = []
         self.failures: dict[str, MicroservingError] = {}
         self.lease_ttl_s: float | None = 30.0
@@ -67,6 +69,7 @@ class FakeEngine(EngineClient):
         self._peers: dict[str, FakeEngine] = {engine_id: self}
         self._reservations: dict[str, _Reservation] = {}
         self._running: set[str] = set()
+        self._cached: set[tuple[str, tuple[int, ...]]] = set()
 
     @property
     def id(self) -> str:
@@ -75,6 +78,10 @@ class FakeEngine(EngineClient):
     @property
     def role(self) -> EngineRole:
         return self._role
+
+    @role.setter
+    def role(self, role: EngineRole) -> None:
+        self._role = role
 
     @property
     def in_flight(self) -> int:
@@ -101,7 +108,7 @@ class FakeEngine(EngineClient):
             raise InvalidRequest(f"end is {end}, but the prompt has {length} tokens", param="end")
         if request.request_id in self.held:
             raise RequestConflict("the request id is in use", param="request_id")
-        matched = min(self.matched, end)
+        matched = min(self.cached(request), end)
         self._reservations[request.request_id] = _Reservation(end, arrived=matched == end)
         await asyncio.sleep(0)
         return Received(f"{self.id}/{request.request_id}", matched, end, self, lease_ttl_s=self.lease_ttl_s)
@@ -118,6 +125,7 @@ class FakeEngine(EngineClient):
         if reservation is None:
             raise LeaseError("the reservation is gone")
         reservation.arrived = True
+        self._computed(request)
         sent = to.end - to.prefix_matched_length
         return replace(NOTHING_SENT, tokens_computed=sent, tokens_sent=sent)
 
@@ -128,6 +136,8 @@ class FakeEngine(EngineClient):
             raise LeaseError("the K/V did not arrive")
         self._reservations.pop(request.request_id, None)
         self._running.add(request.request_id)
+        cached = max(0, min(self.cached(request), request.prompt_length - 1))
+        self._computed(request)
         for number, text in enumerate(self.output, start=1):
             await asyncio.sleep(0)
             last = number == len(self.output)
@@ -139,7 +149,17 @@ class FakeEngine(EngineClient):
                 finish_reason="stop" if last else None,
                 prompt_tokens=request.prompt_length,
                 completion_tokens=number,
+                cached_tokens=cached,
             )
+
+    async def commit(self, request: Request) -> int:
+        await self._called("commit", request)
+        reservation = self._reservations.get(request.request_id)
+        if reservation is None or not reservation.arrived:
+            raise LeaseError("there is nothing to commit")
+        del self._reservations[request.request_id]
+        self._cached.add((request.cache_salt, request.prompt_token_ids[: reservation.end]))
+        return reservation.end
 
     async def abort(self, request: Request) -> None:
         await self._called("abort", request)
@@ -154,7 +174,18 @@ class FakeEngine(EngineClient):
 
     async def match_prefix(self, request: Request) -> int:
         await self._called("match_prefix", request)
-        return min(self.matched, request.prompt_length)
+        return self.cached(request)
+
+    def cached(self, request: Request) -> int:
+        """How many leading prompt tokens are in the fake cache."""
+        prompt = request.prompt_token_ids
+        own = (tokens for salt, tokens in self._cached if salt == request.cache_salt)
+        held = max((_common_prefix(tokens, prompt) for tokens in own), default=0)
+        return min(max(held, self.matched), len(prompt))
+
+    def _computed(self, request: Request) -> None:
+        if self.caching:
+            self._cached.add((request.cache_salt, request.prompt_token_ids))
 
     async def _called(self, verb: str, request: Request, begin: int = 0, end: int = 0) -> None:
         self.calls.append(Call(verb, request.request_id, begin, end))
@@ -164,18 +195,22 @@ class FakeEngine(EngineClient):
 
 
 class FakeCluster(Cluster):
-    """``prefill-0``, ``prefill-1``, ..., ``decode-0``, ...; an engine whose ``up`` is False is in no pool."""
+    """``prefill-0``, ``prefill-1``, ..., ``decode-0``, ...; an engine whose ``up`` is False is in no pool.
 
-    def __init__(self, *, prefill: int = 1, decode: int = 1) -> None:
+    ``set_role`` works; ``metrics`` has the latencies that the test puts there. caching: of all engines.
+    """
+
+    def __init__(self, *, prefill: int = 1, decode: int = 1, caching: bool = False) -> None:
         prefills = [FakeEngine(f"prefill-{i}", "prefill") for i in range(prefill)]
         decodes = [FakeEngine(f"decode-{i}", "decode") for i in range(decode)]
         self.engines = {engine.id: engine for engine in [*prefills, *decodes]}
         for engine in self.engines.values():
-            engine._peers = self.engines
+            engine._peers, engine.caching = self.engines, caching
         super().__init__(
-            prefill=lambda: _up(prefills),
-            decode=lambda: _up(decodes),
-            all=lambda: _up(self.engines.values()),
+            prefill=lambda: self._up("decode"),
+            decode=lambda: self._up("prefill"),
+            all=lambda: self._up(None),
+            set_role=self._give_role,
         )
 
     def __getitem__(self, engine_id: str) -> FakeEngine:
@@ -186,9 +221,20 @@ class FakeCluster(Cluster):
         """(engine id, verb) of every call, engine by engine."""
         return [(engine.id, call.verb) for engine in self.engines.values() for call in engine.calls]
 
+    def _up(self, other: EngineRole | None) -> list[EngineClient]:
+        """The live engines, but for those whose only role is ``other``."""
+        return [engine for engine in self.engines.values() if engine.up and engine.role != other]
+
+    async def _give_role(self, engine_id: str, role: EngineRole) -> None:
+        self.engines[engine_id].role = role
+
 
 def make_request(
-    prompt_token_ids: Iterable[int], *, request_id: str = "request-0", max_tokens: int | None = None
+    prompt_token_ids: Iterable[int],
+    *,
+    request_id: str = "request-0",
+    max_tokens: int | None = None,
+    cache_salt: str = "",
 ) -> Request:
     """A request with greedy sampling."""
     return Request(
@@ -196,6 +242,7 @@ def make_request(
         tuple(prompt_token_ids),
         SamplingParams(temperature=0.0),
         StopParams(max_tokens=max_tokens),
+        cache_salt=cache_salt,
     )
 
 
@@ -204,5 +251,6 @@ async def collect(chunks: AsyncIterator[GenerationChunk]) -> list[GenerationChun
     return [chunk async for chunk in chunks]
 
 
-def _up(engines: Iterable[FakeEngine]) -> list[EngineClient]:
-    return [engine for engine in engines if engine.up]
+def _common_prefix(one: Sequence[int], other: Sequence[int]) -> int:
+    pairs = enumerate(zip(one, other, strict=False))
+    return next((i for i, (a, b) in pairs if a != b), min(len(one), len(other)))

@@ -124,6 +124,11 @@ class HttpEngineClient(EngineClient):
         if not reader.done:
             raise self._http.broken("ended the stream early")
 
+    async def commit(self, request: Request) -> int:
+        fields = {"request_id": request.request_id}
+        body = await self._http.post(_path("commit"), fields, timeout_s=_QUICK_S)
+        return self._answer(wire.CommitAnswer, body).cached_tokens
+
     async def abort(self, request: Request) -> None:
         await self._http.post(_path("abort"), {"request_id": request.request_id}, timeout_s=_QUICK_S)
 

@@ -188,6 +188,14 @@ class HeldEngine(EngineClient):
     def start_generate(self, request: Request, *, begin: int = 0) -> AsyncIterator[GenerationChunk]:
         return self._holdings.watch(self._generate(request, begin))
 
+    def commit(self, request: Request) -> Coroutine[Any, Any, int]:
+        return self._holdings.called("commit", self._commit(request))
+
+    async def _commit(self, request: Request) -> int:
+        cached = await self._inner.commit(request)
+        self._holdings.drop(self._inner, request, "reservation")
+        return cached
+
     async def abort(self, request: Request) -> None:
         await self._inner.abort(request)
         self._holdings.drop(self._inner, request, "reservation", "send", "generation")
