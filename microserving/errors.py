@@ -27,7 +27,7 @@
     └── InternalError                a bug of ours
 
 A message may be shown to clients: it never holds a path, an address or a traceback.
-``StartupError`` is the exception: it goes to the terminal of who started the process.
+``StartupError`` is the exception: it goes to the terminal of who started the process, or deploys a program.
 """
 
 from __future__ import annotations
@@ -149,7 +149,7 @@ class ModelLoadError(StartupError):
 
 
 class ProgramError(StartupError):
-    pass
+    code = "program_refused"
 
 
 class InternalError(MicroservingError):
@@ -166,6 +166,7 @@ HTTP_STATUS: dict[type[MicroservingError], int] = {
     LeaseError: 409,
     PayloadTooLarge: 413,
     RateLimited: 429,
+    ProgramError: 400,
     EngineUnavailable: 502,
     ShuttingDown: 503,
     TransferFailed: 502,

@@ -28,6 +28,15 @@ HELP_TEXTS = {
     "release_timeout_s": "seconds that freeing what a request holds may take",
     "cluster_secret_file": "file with the cluster's secret (16 bytes or more)",
     "strict_fields": "refuse requests with unknown fields instead of naming them in a header",
+    "admin_bind": "address of the admin port; beyond loopback --admin-key-file is needed",
+    "admin_port": "port of the admin routes (deploy programs, add engines); 0 = none",
+    "admin_socket": "Unix socket of the admin routes, for this user only",
+    "admin_key_file": "file with the key that admin callers send as bearer token (16 bytes or more)",
+    "kept_programs": "earlier programs that are kept for rollbacks",
+    "drain_timeout_s": "seconds after which requests that still run on a replaced program are logged",
+    "dry_run_timeout_s": "seconds that a program may take on engines in memory before it is put in charge",
+    "rollback_window": "first attempts of a new program that decide whether it is rolled back; 0 = never",
+    "rollback_threshold": "share of them that must fail through the program for a rollback",
 }
 OTHER_FORM = frozenset({"program_settings"})
 """Fields that are not a flag of the same name: ``--set``."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-import ipaddress
 import socket
 from collections.abc import Mapping
 from contextlib import ExitStack
@@ -48,16 +47,6 @@ def parse_address(text: str) -> Address:
     if not host or any(c.isspace() or c in "/@?#" or not c.isprintable() for c in host):
         raise ValueError(f"{text!r} is not host:port")
     return Address(host, int(port))
-
-
-def is_loopback(host: str) -> bool:
-    """Whether only this machine can reach ``host``."""
-    if host == "localhost":
-        return True
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return False
 
 
 def claim_ports(wanted: Mapping[str, Address]) -> dict[str, Address]:

@@ -6,8 +6,8 @@ import os
 import secrets
 from pathlib import Path
 
-from microserving.cluster.addresses import is_loopback
 from microserving.errors import ConfigError
+from microserving.protocol.addresses import is_loopback
 
 MIN_SECRET_BYTES = 16
 

@@ -11,7 +11,7 @@ import logging
 import os
 import signal
 import socket
-from collections.abc import Awaitable, Callable, Coroutine, Generator
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Generator
 from typing import Any, Final
 
 import uvicorn
@@ -81,6 +81,22 @@ async def serve_app(
         first.cancel()
         server.should_exit = True
         await asyncio.gather(_guarded(stopping()), serving)
+
+
+@contextlib.asynccontextmanager
+async def serving_beside(app: ASGIApp, listener: socket.socket) -> AsyncIterator[None]:
+    """Serve another app on a bound ``listener`` for as long as the block runs, whatever ``serve_app`` does meanwhile.
+
+    Its requests get ``GRACE_S`` to end.
+    """
+    listener.listen(128)
+    server = _Server(_configuration(app))
+    serving = asyncio.create_task(server.serve(sockets=[listener]))
+    try:
+        yield
+    finally:
+        server.should_exit = True
+        await serving
 
 
 def run_on_uvloop(main: Coroutine[Any, Any, None]) -> None:

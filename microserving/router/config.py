@@ -8,6 +8,8 @@ from urllib.parse import urlsplit
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
+from microserving.protocol.addresses import is_loopback
+
 Setting = str | int | float | bool
 """A program setting as a configuration file or a command line gives it; the program's own type decides."""
 
@@ -49,6 +51,9 @@ class RouterConfig(BaseModel):
     program: a file, or the name of a shipped program. peer_timeout_s: at start every peer must answer within this.
     An engine is taken out of its pools after probe_misses probes without an answer (at once when its connection is
     refused or breaks; not because a request could not connect within connect_timeout_s: that request is refused). stage_timeout_s: the longest silence of an engine within one verb or stream.
+
+    admin_port 0, admin_socket None: no admin routes there. kept_programs, drain_timeout_s, rollback_*: of
+    ``program_host.HostSettings``. dry_run_timeout_s: for the trial of a program before it is put in charge.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -70,9 +75,24 @@ class RouterConfig(BaseModel):
     release_timeout_s: float = Field(5.0, gt=0)
     cluster_secret_file: Path | None = None
     strict_fields: bool = False
+    admin_bind: str = "127.0.0.1"
+    admin_port: int = Field(0, ge=0, le=65535)
+    admin_socket: Path | None = Field(None, strict=False)
+    admin_key_file: Path | None = Field(None, strict=False)
+    kept_programs: int = Field(3, ge=0)
+    drain_timeout_s: float = Field(60.0, gt=0)
+    dry_run_timeout_s: float = Field(5.0, gt=0)
+    rollback_window: int = Field(20, ge=0)
+    rollback_threshold: float = Field(0.5, gt=0, le=1)
 
     @model_validator(mode="after")
     def _has_peers(self) -> RouterConfig:
         if not self.prefill_peers and not self.decode_peers:
             raise ValueError("no engine is named: prefill_peers and decode_peers are both empty")
+        return self
+
+    @model_validator(mode="after")
+    def _admin_is_guarded(self) -> RouterConfig:
+        if self.admin_port and self.admin_key_file is None and not is_loopback(self.admin_bind):
+            raise ValueError(f"the admin routes listen on {self.admin_bind} only with admin_key_file")
         return self

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from microserving.cluster.addresses import Address, claim_ports, is_loopback, parse_address
+from microserving.cluster.addresses import Address, claim_ports, parse_address
 from microserving.cluster.config import parse_cluster_config
 from microserving.cluster.topology import Topology, describe, plan, share_cpus
 from microserving.errors import StartupError

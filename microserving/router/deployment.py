@@ -1,0 +1,92 @@
+"""Puts another program in charge: read, try on engines in memory, load, switch. One deployment at a time.
+
+A program that does not pass changes nothing. Does not know who asks (``admin``).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import threading
+from collections.abc import Callable, Mapping
+from typing import TypeVar
+
+from microserving.errors import ProgramError
+from microserving.router.dry_run import DryRun, ProgramFacts
+from microserving.router.dry_run_helper import DryRunHelper
+from microserving.router.program_host import ProgramHost, Version
+from microserving.router.program_loader import ProgramSource, load_source
+
+_logger = logging.getLogger(__name__)
+ResultT = TypeVar("ResultT")
+
+
+class Deployer:
+    """pools: how many engines the prefill and the decode pool have. refused: how many programs did not pass."""
+
+    def __init__(
+        self, host: ProgramHost, pools: Callable[[], tuple[int, int]], *, dry_run_timeout_s: float
+    ) -> None:
+        self.refused = 0
+        self._host = host
+        self._pools = pools
+        self._dry_run_timeout_s = dry_run_timeout_s
+        self._helper = DryRunHelper()
+        self._lock = asyncio.Lock()
+
+    async def check(self, source: ProgramSource, settings: Mapping[str, object]) -> ProgramFacts:
+        """Try a program without deploying it. Raises ProgramError, ``file:line: ...``."""
+        prefill, decode = self._pools()
+        job = DryRun(source, dict(settings), prefill, decode, self._dry_run_timeout_s)
+        return await self._helper.dry_run(job)
+
+    async def deploy(self, source: ProgramSource, settings: Mapping[str, object]) -> Version:
+        """Put the program in charge. Raises ProgramError, ``file:line: ...``; the one in charge goes on then."""
+        async with self._lock:
+            try:
+                await self.check(source, settings)
+                program = await self._bounded(source, lambda: load_source(source, settings))
+            except ProgramError as error:
+                self.refused += 1
+                _logger.warning("a router program was refused: %s", error.message)
+                raise
+            return self._host.switch(program)
+
+    async def close(self) -> None:
+        """End the helper. Idempotent."""
+        await self._helper.close()
+
+    async def _bounded(self, source: ProgramSource, work: Callable[[], ResultT]) -> ResultT:
+        """``work`` on a thread: it passed in the dry run, but imports may take long, and may hang here all the same."""
+        try:
+            async with asyncio.timeout(self._dry_run_timeout_s):
+                return await _on_thread(work)
+        except TimeoutError:
+            raise source.fault(1, "the program took too long to load") from None
+
+
+async def _on_thread(work: Callable[[], ResultT]) -> ResultT:
+    """On a thread of its own, which does not keep the process from ending (those of an executor do)."""
+    loop = asyncio.get_running_loop()
+    result: asyncio.Future[ResultT] = loop.create_future()
+
+    def run() -> None:
+        try:
+            value = work()
+        except BaseException as error:  # noqa: BLE001 - raised where it is waited for
+            loop.call_soon_threadsafe(_fail, result, error)
+        else:
+            loop.call_soon_threadsafe(_finish, result, value)
+
+    threading.Thread(target=run, name="program-load", daemon=True).start()
+    return await result
+
+
+def _finish(result: asyncio.Future[ResultT], value: ResultT) -> None:
+    if not result.done():
+        result.set_result(value)
+
+
+def _fail(result: asyncio.Future[ResultT], error: BaseException) -> None:
+    if not result.done():
+        result.set_exception(error)
