@@ -148,14 +148,6 @@ def test_urls() -> None:
     assert Address("::1", 1).url == "http://[::1]:1"
 
 
-@pytest.mark.parametrize(
-    ("host", "loopback"),
-    [("127.0.0.1", True), ("127.9.9.9", True), ("::1", True), ("localhost", True), ("0.0.0.0", False), ("10.0.0.1", False), ("x.org", False)],
-)  # fmt: skip
-def test_is_loopback(host: str, loopback: bool) -> None:
-    assert is_loopback(host) is loopback
-
-
 def test_claim_ports_chooses_free_ones_and_never_a_named_one() -> None:
     with socket.create_server(("127.0.0.1", 0)) as probe:
         free = probe.getsockname()[1]
