@@ -3,25 +3,32 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
 
 from fastapi import FastAPI
 from pydantic import BaseModel
 
 from microserving.front import FrontSettings, control_router, create_front
 from microserving.program import EngineLoad, EngineRole, setting_types
+from microserving.router.admin import ProgramAdmin, create_admin_app
+from microserving.router.admin_listener import admin_served
 from microserving.router.config import RouterConfig, Setting
+from microserving.router.deployment import Deployer
 from microserving.router.dispatch import Dispatcher
 from microserving.router.engine_client import EngineTimeouts
 from microserving.router.engine_registry import EngineRegistry, Peer, State
 from microserving.router.health import HealthMonitor, ProbeSettings
-from microserving.router.program_host import ProgramHost
+from microserving.router.program_host import HostSettings, ProgramHost
 from microserving.router.program_loader import load_program
 
 
 class ProgramStats(BaseModel):
+    """version: 1 is the program that the router started with. rollbacks: automatic ones too, since then."""
+
     name: str
     settings: dict[str, Setting]
+    version: int
+    rollbacks: int
 
 
 class EngineStats(BaseModel):
@@ -62,7 +69,8 @@ class Router:
         self._config = config
         self._registry = EngineRegistry(config.prefill_peers, config.decode_peers, timeouts)
         self._monitor = HealthMonitor(self._registry, probes)
-        self._host = ProgramHost(program, self._registry.cluster)
+        self._host = ProgramHost(program, self._registry.cluster, _host_settings(config))
+        self._deployer = Deployer(self._host, self._pool_sizes, dry_run_timeout_s=config.dry_run_timeout_s)
         self._dispatcher = Dispatcher(
             self._host,
             self._registry.cluster,
@@ -76,6 +84,7 @@ class Router:
         self.app: FastAPI = create_front(
             self._dispatcher, settings, title="microserving router", control=control, lifespan=self._lifespan
         )
+        self.admin_app: FastAPI = create_admin_app(ProgramAdmin(self._host, self._deployer).router())
 
     async def start(self) -> None:
         """Reach every peer, then serve. Raises ConfigError, one line, when one does not answer or does not fit."""
@@ -96,10 +105,20 @@ class Router:
 
     async def stop(self) -> None:
         """Give back all that requests held, and end every task. Idempotent."""
+        await self._deployer.close()
         await self._host.stop()
         await self._dispatcher.stop()
         await self._monitor.stop()
         await self._registry.close()
+
+    def admin_served(self) -> AbstractAsyncContextManager[None]:
+        """Serve the admin routes where the configuration says, for as long as the block runs. Raises StartupError."""
+        return admin_served(self.admin_app, self._config)
+
+    def _pool_sizes(self) -> tuple[int, int]:
+        """How many engines there are to prefill and to decode, up or not."""
+        roles = [peer.client.role for peer in self._registry.peers]
+        return len(roles) - roles.count("decode"), len(roles) - roles.count("prefill")
 
     @asynccontextmanager
     async def _lifespan(self, _app: FastAPI) -> AsyncIterator[None]:
@@ -116,7 +135,12 @@ class Router:
             name: _shown(getattr(program.instance, name)) for name in setting_types(type(program.instance))
         }
         return RouterStats(
-            program=ProgramStats(name=program.name, settings=settings),
+            program=ProgramStats(
+                name=program.name,
+                settings=settings,
+                version=self._host.current.number,
+                rollbacks=self._host.rollbacks,
+            ),
             requests_in_flight=self._dispatcher.running,
             engines=[_engine_stats(peer) for peer in self._registry.peers],
         )
@@ -125,6 +149,15 @@ class Router:
 def create_app(config: RouterConfig) -> FastAPI:
     """The router as an ASGI app that starts and stops with its lifespan."""
     return Router(config).app
+
+
+def _host_settings(config: RouterConfig) -> HostSettings:
+    return HostSettings(
+        kept=config.kept_programs,
+        drain_timeout_s=config.drain_timeout_s,
+        rollback_window=config.rollback_window,
+        rollback_threshold=config.rollback_threshold,
+    )
 
 
 def _engine_stats(peer: Peer) -> EngineStats:
