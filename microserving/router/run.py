@@ -26,12 +26,13 @@ async def _serve(config: RouterConfig, on_ready: Callable[[int], None] | None) -
     port: int = listener.getsockname()[1]
     try:
         await router.start()
-        await serve_app(
-            router.app,
-            listener,
-            stopping=router.end_requests,
-            on_started=None if on_ready is None else lambda: on_ready(port),
-        )
+        async with router.admin_served():
+            await serve_app(
+                router.app,
+                listener,
+                stopping=router.end_requests,
+                on_started=None if on_ready is None else lambda: on_ready(port),
+            )
     finally:
         listener.close()
         await router.stop()
