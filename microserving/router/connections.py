@@ -1,42 +1,56 @@
 """HTTP/1.1 connections to one engine: kept alive, and never left half-used when a call is cancelled.
 
-httpcore speaks the protocol; the pool is our own, because a task that is cancelled inside httpcore's pool can leave a
-connection in it that is neither idle nor closed. Knows HTTP only; ``engine_http`` knows what failures mean.
+httptools parses; the rest is our own, because what lies between a client and its engine costs on every token. Knows
+HTTP only; ``engine_http`` knows what failures mean.
 """
 
 from __future__ import annotations
 
 import asyncio
-import contextlib
-from collections.abc import AsyncIterator, Mapping
+import ssl
+from collections.abc import AsyncGenerator, Mapping
+from http import HTTPStatus
+from typing import Final, cast
 from urllib.parse import urlsplit
 
-import httpcore
+import httptools
 
-KEEPALIVE_S = 4.0
+KEEPALIVE_S: Final = 4.0
 """How long an idle connection is kept: less than the 5 s after which uvicorn by default closes one."""
+HIGH_WATER_BYTES: Final = 64 * 2**10
+"""Of an answer that nobody takes: then the connection is not read any further."""
+MAX_HEAD_BYTES: Final = 64 * 2**10
 
-_BROKEN = (
-    httpcore.ReadError,
-    httpcore.WriteError,
-    httpcore.RemoteProtocolError,
-    httpcore.ConnectionNotAvailable,
-)
+
+class ConnectionFailedError(Exception):
+    """Base class: the peer could not be reached, or the connection broke."""
+
+
+class CannotConnectError(ConnectionFailedError):
+    """Nobody listens there."""
+
+
+class ConnectTimeoutError(ConnectionFailedError):
+    """The peer took no connection in time."""
+
+
+class BrokenConnectionError(ConnectionFailedError):
+    """The connection ended, or what came is not HTTP, before the answer was whole."""
 
 
 class Connections:
-    """Sends requests to ``url`` (scheme, host, port). Raises httpcore's exceptions."""
+    """Sends requests to ``url`` (scheme, host, port). Raises ConnectionFailedError leaves."""
 
     def __init__(self, url: str, *, connect_timeout_s: float) -> None:
-        self._url = httpcore.URL(url)
-        self._headers = {
-            b"host": urlsplit(url).netloc.encode("ascii"),
-            b"accept-encoding": b"identity",
-        }
+        parts = urlsplit(url)
+        self._host = parts.hostname or ""
+        self._port = parts.port or (443 if parts.scheme == "https" else 80)
+        self._tls = ssl.create_default_context() if parts.scheme == "https" else None
+        self._common = b"host: %s\r\naccept-encoding: identity\r\n" % parts.netloc.encode("ascii")
         self._connect_timeout_s = connect_timeout_s
-        self._idle: list[httpcore.AsyncHTTPConnection] = []
-        self._busy: set[httpcore.AsyncHTTPConnection] = set()
-        self._closing: set[asyncio.Task[None]] = set()
+        self._idle: list[_Connection] = []
+        self._busy: set[_Connection] = set()
+        self._connecting: dict[asyncio.Timeout, Exception | None] = {}
 
     @property
     def busy(self) -> int:
@@ -51,116 +65,332 @@ class Connections:
         headers: Mapping[bytes, bytes] | None = None,
         content: bytes = b"",
         connect_timeout_s: float | None = None,
+        limit_s: float | None = None,
+        per_piece: bool = False,
     ) -> Answer:
         """The answer's head; its body is read from the ``Answer``, which must be closed.
 
-        connect_timeout_s: for this request, instead of the usual one.
+        connect_timeout_s: for this request, instead of the usual one. limit_s: the answer must be whole so many
+        seconds after the request was sent, or with per_piece: no silence may be longer. Raises TimeoutError, also from
+        the ``Answer``, when it is not.
 
         A request is sent once more when a reused connection breaks before the answer: so it looks when the server
         closes an idle connection just then. A server that did read the request refuses the second one, because its
         id is in use: nothing is ever done twice.
         """
-        request = httpcore.Request(
-            method,
-            httpcore.URL(
-                scheme=self._url.scheme, host=self._url.host, port=self._url.port, target=path.encode("ascii")
-            ),
-            headers=[
-                *self._headers.items(),
-                *(headers or {}).items(),
-                (b"content-length", b"%d" % len(content)),
-            ],
-            content=content,
-            extensions={"timeout": {"connect": connect_timeout_s or self._connect_timeout_s}},
+        lines = b"".join(b"%s: %s\r\n" % header for header in (headers or {}).items())
+        head = b"%s %s HTTP/1.1\r\n%s%scontent-length: %d\r\n\r\n" % (
+            method.encode("ascii"),
+            path.encode("ascii"),
+            self._common,
+            lines,
+            len(content),
         )
+        message = head + content
         connection = self._reusable()
         if connection is not None:
-            with contextlib.suppress(*_BROKEN):
-                return await self._send_on(connection, request)
-        new = httpcore.AsyncHTTPConnection(self._url.origin, keepalive_expiry=KEEPALIVE_S)
-        return await self._send_on(new, request)
+            try:
+                return await self._send_on(connection, message, limit_s, per_piece)
+            except BrokenConnectionError:
+                if connection.heard:
+                    raise
+        connection = await self._connect(connect_timeout_s or self._connect_timeout_s)
+        return await self._send_on(connection, message, limit_s, per_piece)
+
+    def fail_all(self, error: Exception) -> None:
+        """Whoever waits for a connection, or for an answer that has a limit, gets ``error`` now."""
+        for connection in list(self._busy):
+            if connection.limit_s is not None:
+                connection.fail(error)
+        for limit in self._connecting:
+            if not limit.expired():  # one that is just ending cannot be moved any more
+                self._connecting[limit] = error
+                limit.reschedule(asyncio.get_running_loop().time())
 
     async def close(self) -> None:
         """Close all connections, also those in use. Idempotent."""
         for connection in [*self._idle, *self._busy]:
-            self._discard(connection)
+            connection.fail(BrokenConnectionError("the connection was closed"))
         self._idle.clear()
-        if self._closing:
-            await asyncio.wait(self._closing)
+        self._busy.clear()
 
-    async def _send_on(self, connection: httpcore.AsyncHTTPConnection, request: httpcore.Request) -> Answer:
+    async def _send_on(
+        self, connection: _Connection, message: bytes, limit_s: float | None, per_piece: bool
+    ) -> Answer:
         self._busy.add(connection)
         try:
-            response = await connection.handle_async_request(request)
+            connection.send(message, limit_s, per_piece)
+            await connection.head()
         except BaseException:
-            self._discard(connection)
+            self._done(connection)
             raise
-        return Answer(response, connection, self)
+        return Answer(connection, self)
 
-    def _reusable(self) -> httpcore.AsyncHTTPConnection | None:
+    async def _connect(self, timeout_s: float) -> _Connection:
+        loop = asyncio.get_running_loop()
+        limit = asyncio.timeout(timeout_s)
+        self._connecting[limit] = None
+        try:
+            async with limit:
+                _, connection = await loop.create_connection(
+                    lambda: _Connection(loop), self._host, self._port, ssl=self._tls
+                )
+        except TimeoutError:
+            if not limit.expired():  # the kernel's own
+                raise CannotConnectError("timed out") from None
+            raise self._connecting[limit] or ConnectTimeoutError() from None
+        except OSError as error:
+            raise CannotConnectError(error.strerror or type(error).__name__) from None
+        finally:
+            del self._connecting[limit]
+        return connection
+
+    def _reusable(self) -> _Connection | None:
         """The connection used last; those that expired, or that the server closed, are dropped on the way."""
         while self._idle:
             connection = self._idle.pop()
-            if not connection.has_expired():
+            if connection.is_fresh():
                 return connection
-            self._discard(connection)
+            connection.abort()
         return None
 
-    def _done(self, connection: httpcore.AsyncHTTPConnection) -> None:
-        """An answer was closed: keep its connection if it was read to the end, and drop the oldest if it expired."""
-        if connection not in self._busy:
-            return
-        if not connection.is_idle():
-            self._discard(connection)
-            return
-        self._busy.remove(connection)
-        self._idle.append(connection)
-        while self._idle[0].has_expired():
-            self._discard(self._idle.pop(0))
-            if not self._idle:
-                return
-
-    def _discard(self, connection: httpcore.AsyncHTTPConnection) -> None:
+    def _done(self, connection: _Connection) -> None:
+        """Nobody uses it any more: keep it if its answer was read to the end, and drop the oldest if it expired."""
         self._busy.discard(connection)
-        task = asyncio.create_task(_close(connection))
-        self._closing.add(task)
-        task.add_done_callback(self._closing.discard)
+        if not connection.end():
+            connection.abort()
+            return
+        self._idle.append(connection)
+        if not self._idle[0].is_fresh():
+            self._idle.pop(0).abort()
 
 
 class Answer:
-    """One answer. ``pieces`` may be iterated once."""
+    """One answer. Its body is read once, by ``read`` or ``pieces``."""
 
-    def __init__(
-        self, response: httpcore.Response, connection: httpcore.AsyncHTTPConnection, owner: Connections
-    ) -> None:
-        self.status = response.status
-        self._response = response
-        self._connection = connection
+    __slots__ = ("_connection", "_headers", "_owner", "status")
+
+    def __init__(self, connection: _Connection, owner: Connections) -> None:
+        self.status = connection.status
+        self._headers = connection.headers
+        self._connection: _Connection | None = connection
         self._owner = owner
 
     def header(self, name: bytes) -> str | None:
         """The value of the header ``name`` (lower case)."""
-        for key, value in self._response.headers:
-            if key.lower() == name:
-                return value.decode("latin-1")
-        return None
+        value = self._headers.get(name)
+        return None if value is None else value.decode("latin-1")
 
-    def pieces(self) -> AsyncIterator[bytes]:
-        """The body as it comes."""
-        return self._response.aiter_stream()
+    async def pieces(self) -> AsyncGenerator[bytes, None]:
+        """The body as it comes: each time all that has arrived meanwhile."""
+        while piece := await self.next_piece():
+            yield piece
+
+    async def next_piece(self) -> bytes:
+        """All that has arrived and was not taken; waits for more when there is nothing. Empty at the end."""
+        connection = self._connection
+        return b"" if connection is None else await connection.take()
 
     async def read(self) -> bytes:
         """The whole body."""
-        return await self._response.aread()
+        connection = self._connection
+        return b"" if connection is None else await connection.take_all()
+
+    def fail(self, error: Exception) -> None:
+        """Whoever waits for the answer, now or next, gets ``error``; the connection is closed."""
+        if self._connection is not None:
+            self._connection.fail(error)
 
     async def close(self) -> None:
         """Give the connection back, or close it when the body was not read to its end. Idempotent."""
+        connection, self._connection = self._connection, None
+        if connection is not None:
+            self._owner._done(connection)
+
+
+class _Connection(asyncio.Protocol):
+    """One connection, one exchange at a time: ``send``, ``head``, ``take`` ..., ``end``."""
+
+    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
+        self._loop = loop
+        self._transport: asyncio.Transport
+        self._parser = httptools.HttpResponseParser(self)
+        self._closed = False
+        self._reading = True
+        self._in_exchange = False
+        self._timer: asyncio.TimerHandle | None = None
+        self._idle_since = 0.0
+        self._reset()
+
+    def _reset(self) -> None:
+        self.status = 0
+        self.headers: dict[bytes, bytes] = {}
+        self.heard = False
+        self.limit_s: float | None = None
+        self._per_piece = False
+        self._head_bytes = 0
+        self._has_head = False
+        self._is_whole = False
+        self._reusable = False
+        self._error: Exception | None = None
+        self._pieces: list[bytes] = []
+        self._held = 0
+        self._waiter: asyncio.Future[None] | None = None
+
+    # What ``Connections`` and ``Answer`` do
+
+    def is_fresh(self) -> bool:
+        """Whether an idle connection may be used again."""
+        return not self._closed and self._loop.time() - self._idle_since < KEEPALIVE_S
+
+    def send(self, message: bytes, limit_s: float | None, per_piece: bool) -> None:
+        """Begin an exchange."""
+        self._reset()
+        self._in_exchange = True
+        self._per_piece = per_piece
+        self.limit_s = limit_s
+        self._heard_at = self._loop.time()
+        if limit_s is not None:
+            self._timer = self._loop.call_later(limit_s, self._check_time)
+        self._transport.write(message)
+
+    async def head(self) -> None:
+        """Wait for the answer's head."""
+        while not self._has_head:
+            if self._error is not None:
+                raise self._error
+            await self._wait()
+
+    async def take(self) -> bytes:
+        while not self._pieces:
+            if self._error is not None:
+                raise self._error
+            if self._is_whole:
+                return b""
+            await self._wait()
+        pieces, self._pieces = self._pieces, []
+        self._held = 0
+        if not self._reading:
+            self._reading = True
+            self._transport.resume_reading()
+        return pieces[0] if len(pieces) == 1 else b"".join(pieces)
+
+    async def take_all(self) -> bytes:
+        if self._is_whole:
+            return await self.take()
+        parts = []
+        while part := await self.take():
+            parts.append(part)
+        return b"".join(parts)
+
+    def end(self) -> bool:
+        """The exchange is over. Whether another one may follow."""
+        self._stop_timer()
+        self._in_exchange = False
+        self._idle_since = self._loop.time()
+        return self._is_whole and self._reusable and self._error is None and not self._closed
+
+    def fail(self, error: Exception) -> None:
+        """The exchange cannot go on."""
+        if self._error is None and not self._is_whole:
+            self._error = error
+            self._wake()
+        self.abort()
+
+    def abort(self) -> None:
+        self._stop_timer()
+        self._closed = True
+        self._transport.abort()
+
+    async def _wait(self) -> None:
+        self._waiter = self._loop.create_future()
         try:
-            await self._response.aclose()
+            await self._waiter
         finally:
-            self._owner._done(self._connection)
+            self._waiter = None
 
+    def _wake(self) -> None:
+        if self._waiter is not None and not self._waiter.done():
+            self._waiter.set_result(None)
 
-async def _close(connection: httpcore.AsyncHTTPConnection) -> None:
-    with contextlib.suppress(httpcore.NetworkError, OSError):
-        await connection.aclose()
+    def _stop_timer(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+
+    def _check_time(self) -> None:
+        """The limit has passed since the exchange began, or since this was called last."""
+        assert self.limit_s is not None  # or there were no timer
+        self._timer = None
+        left = self._heard_at + self.limit_s - self._loop.time()
+        if not self._is_whole and self._per_piece and (left > 0 or self._pieces):
+            # With pieces it is not the peer who is slow, but whoever should take them.
+            self._timer = self._loop.call_later(max(left, self.limit_s / 10), self._check_time)
+        elif not self._is_whole:
+            self.fail(TimeoutError())
+
+    # asyncio.Protocol
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self._transport = cast(asyncio.Transport, transport)
+
+    def data_received(self, data: bytes) -> None:
+        if not self._in_exchange:  # nobody asked: what it says now must not become the next answer
+            self.abort()
+            return
+        self.heard = True
+        self._heard_at = self._loop.time()
+        try:
+            self._parser.feed_data(data)
+        except (httptools.HttpParserError, httptools.HttpParserUpgrade) as error:
+            self.fail(BrokenConnectionError(str(error) or "not HTTP"))
+            return
+        if self._held > HIGH_WATER_BYTES and self._reading and not self._is_whole:
+            self._reading = False
+            self._transport.pause_reading()
+        if self._has_head:
+            self._wake()
+
+    def eof_received(self) -> None:
+        return None  # the transport closes
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._closed = True
+        if self._is_whole:
+            return
+        if self._has_head and not self.headers.keys() & {b"content-length", b"transfer-encoding"}:
+            self._is_whole = True  # its end is the connection's
+        elif self._error is None:
+            self._error = BrokenConnectionError(str(exc) if exc else "closed by the peer")
+        self._stop_timer()
+        self._wake()
+
+    # The parser
+
+    def on_message_begin(self) -> None:
+        if self._is_whole:
+            raise BrokenConnectionError("an answer that nobody asked for")
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        self._head_bytes += len(name) + len(value)
+        if self._head_bytes > MAX_HEAD_BYTES:
+            raise BrokenConnectionError("the answer's head is too large")
+        self.headers[name.lower()] = value
+
+    def on_headers_complete(self) -> None:
+        self.status = self._parser.get_status_code()
+        self._has_head = self.status >= 200
+
+    def on_body(self, body: bytes) -> None:
+        self._pieces.append(body)
+        self._held += len(body)
+
+    def on_message_complete(self) -> None:
+        if not self._has_head:  # an interim answer, 100 for example
+            if self.status == HTTPStatus.SWITCHING_PROTOCOLS:
+                raise BrokenConnectionError("the peer wants to speak something else")
+            self.headers.clear()
+            return
+        self._is_whole = True
+        self._reusable = self._parser.should_keep_alive()
+        self._stop_timer()

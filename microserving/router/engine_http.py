@@ -8,13 +8,10 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping
 from http import HTTPStatus
 from types import MappingProxyType
 from typing import Any, TypeVar
-
-import httpcore
 
 from microserving.errors import (
     EngineUnavailable,
@@ -31,17 +28,17 @@ from microserving.errors import (
     error_from_body,
 )
 from microserving.protocol.responses import dump
-from microserving.router.connections import Answer, Connections
+from microserving.router.connections import (
+    Answer,
+    CannotConnectError,
+    ConnectionFailedError,
+    Connections,
+    ConnectTimeoutError,
+)
 
 ResultT = TypeVar("ResultT")
 
 _JSON = {b"content-type": b"application/json"}
-_FAILURES = (
-    httpcore.NetworkError,
-    httpcore.ProtocolError,
-    httpcore.TimeoutException,
-    httpcore.ConnectionNotAvailable,
-)
 _SEEN_AS: Mapping[type[MicroservingError], type[MicroservingError]] = MappingProxyType(
     {
         LeaseError: TransferFailed,
@@ -72,56 +69,69 @@ class EngineHTTP:
 
     async def get(self, path: str, *, timeout_s: float) -> dict[str, Any]:
         """The JSON object at ``path``. Raises the leaf that the failure or the error answer stands for."""
-        return await self._call(self._connections.send("GET", path), timeout_s)
+        return self._object(*await self._exchange("GET", path, b"", timeout_s))
 
     async def probe(self, path: str, *, connect_timeout_s: float) -> dict[str, Any]:
         """As ``get``, but the caller bounds it; raises TimeoutError when a connection takes too long."""
-        sending = self._connections.send("GET", path, connect_timeout_s=connect_timeout_s)
-        with self._typed_failures(probing=True):
-            answer, content = await _whole(sending)
+        try:
+            answer = await self._connections.send("GET", path, connect_timeout_s=connect_timeout_s)
+            content = await _read(answer)
+        except ConnectTimeoutError:
+            self.check_open()
+            raise TimeoutError from None
+        except (TimeoutError, ConnectionFailedError) as error:
+            raise self._lost(error) from None
         return self._object(answer, content)
 
-    async def post(self, path: str, body: Mapping[str, Any], *, timeout_s: float) -> dict[str, Any]:
+    async def post(self, path: str, body: Mapping[str, Any] | bytes, *, timeout_s: float) -> dict[str, Any]:
         """The JSON object that answers ``body``. Raises as ``get``."""
-        return await self._call(self._post(path, body), timeout_s)
+        return self._object(*await self._exchange("POST", path, _content(body), timeout_s))
 
     async def post_if_known(
         self, path: str, body: Mapping[str, Any], *, timeout_s: float
     ) -> dict[str, Any] | None:
         """As ``post``; None when the engine does not know ``path``."""
-        answer, content = await self._exchange(self._post(path, body), timeout_s)
+        answer, content = await self._exchange("POST", path, _content(body), timeout_s)
         return None if answer.status == HTTPStatus.NOT_FOUND else self._object(answer, content)
 
     async def stream(
-        self, path: str, body: Mapping[str, Any], *, silence_s: float
+        self, path: str, body: Mapping[str, Any] | bytes, *, silence_s: float
     ) -> AsyncGenerator[bytes, None]:
         """The answer's bytes as they come; no gap may be longer than ``silence_s``. Raises as ``get``.
 
         Read to its end, the connection can be used again; closed earlier, the engine sees us leave.
         """
         self.check_open()
-        with self._typed_failures():
-            answer = await self._within(silence_s, self._post(path, body))
+        answer: Answer | None = None
         try:
+            answer = await self._connections.send(
+                "POST", path, headers=_JSON, content=_content(body), limit_s=silence_s, per_piece=True
+            )
             if answer.status != 200:
-                with self._typed_failures():
-                    content = await self._within(silence_s, answer.read())
-                raise self._refusal(answer, content)
-            pieces = aiter(answer.pieces())
+                raise self._refusal(answer, await answer.read())
             while True:
                 self.check_open()  # it may have come between two waits
-                with self._typed_failures():
-                    piece = await self._within(silence_s, anext(pieces, b""))
+                piece = await answer.next_piece()
                 if not piece:
                     return
                 yield piece
+        except (TimeoutError, ConnectionFailedError) as error:
+            raise self._lost(error) from None
         finally:
-            await answer.close()
+            if answer is not None:
+                await answer.close()
 
     async def while_answering(self, work: Awaitable[ResultT]) -> ResultT:
         """``work``, which needs this engine without asking it. Raises EngineUnavailable once it is given up."""
-        with self._typed_failures():
-            return await self._within(0.0 if self._given_up else None, work)
+        limit = asyncio.timeout(0.0 if self._given_up else None)
+        self._waits.add(limit)
+        try:
+            async with limit:
+                return await work
+        except TimeoutError as error:
+            raise self._lost(error) from None
+        finally:
+            self._waits.discard(limit)
 
     def came_back(self) -> None:
         """It answers again."""
@@ -148,6 +158,7 @@ class EngineHTTP:
         for wait in self._waits:
             if not wait.expired():  # one that is just ending cannot be moved any more
                 wait.reschedule(now)
+        self._connections.fail_all(TimeoutError())
 
     async def close(self) -> None:
         """Idempotent."""
@@ -165,15 +176,17 @@ class EngineHTTP:
         """The engine answered, but wrongly."""
         return EngineUnavailable(f"{self.name} {what}")
 
-    def _post(self, path: str, body: Mapping[str, Any]) -> Awaitable[Answer]:
-        return self._connections.send("POST", path, headers=_JSON, content=dump(body))
-
-    async def _call(self, sending: Awaitable[Answer], timeout_s: float | None) -> dict[str, Any]:
-        return self._object(*await self._exchange(sending, timeout_s))
-
-    async def _exchange(self, sending: Awaitable[Answer], timeout_s: float | None) -> tuple[Answer, bytes]:
-        with self._typed_failures():
-            return await self._within(timeout_s, _whole(sending))
+    async def _exchange(
+        self, method: str, path: str, content: bytes, timeout_s: float
+    ) -> tuple[Answer, bytes]:
+        headers = _JSON if content else None
+        try:
+            answer = await self._connections.send(
+                method, path, headers=headers, content=content, limit_s=timeout_s
+            )
+            return answer, await _read(answer)
+        except (TimeoutError, ConnectionFailedError) as error:
+            raise self._lost(error) from None
 
     def _object(self, answer: Answer, content: bytes) -> dict[str, Any]:
         if answer.status != 200:
@@ -183,31 +196,15 @@ class EngineHTTP:
             raise self.broken("answered something that is not a JSON object")
         return body
 
-    async def _within(self, timeout_s: float | None, work: Awaitable[ResultT]) -> ResultT:
-        async with asyncio.timeout(timeout_s) as wait:
-            self._waits.add(wait)
-            try:
-                return await work
-            finally:
-                self._waits.discard(wait)
-
-    @contextmanager
-    def _typed_failures(self, *, probing: bool = False) -> Iterator[None]:
-        try:
-            yield
-        except (TimeoutError, *_FAILURES) as error:
-            self.check_open()
-            if probing and isinstance(error, httpcore.ConnectTimeout):
-                raise TimeoutError from None
-            raise self._lost(error) from None
-
     def _lost(self, error: Exception) -> MicroservingError:
+        """What a failure means. Raises ShuttingDown when that is why."""
+        self.check_open()
         if isinstance(error, TimeoutError):
             return self.broken(self._silence)
-        if isinstance(error, httpcore.ConnectTimeout):
+        if isinstance(error, ConnectTimeoutError):
             # Busy, it or we; whether it is gone is for the probes to find out.
             return Overloaded(f"{self.name} took no connection in time", retry_after_s=1.0)
-        if isinstance(error, httpcore.ConnectError):
+        if isinstance(error, CannotConnectError):
             self._on_unreachable(f"cannot connect: {_reason(error)}")
             return self.broken("cannot be reached")
         self._on_unreachable(f"the connection broke: {_reason(error)}")
@@ -223,12 +220,16 @@ class EngineHTTP:
         return self.seen_by_client(refusal)
 
 
-async def _whole(sending: Awaitable[Answer]) -> tuple[Answer, bytes]:
-    answer = await sending
+async def _read(answer: Answer) -> bytes:
+    """The body; the answer is closed, its headers are kept."""
     try:
-        return answer, await answer.read()
+        return await answer.read()
     finally:
         await answer.close()
+
+
+def _content(body: Mapping[str, Any] | bytes) -> bytes:
+    return body if isinstance(body, bytes) else dump(body)
 
 
 def _json_object(content: bytes) -> dict[str, Any] | None:

@@ -400,7 +400,7 @@ def test_a_storm_of_cancellations_leaves_no_connection_in_use() -> None:
         assert len(await collect(client.start_generate(REQUEST))) == 2
         connections = client._http._connections
         assert connections.busy == 0
-        assert all(connection.is_idle() for connection in connections._idle)
+        assert all(connection.is_fresh() for connection in connections._idle)
         assert not client._http._waits
 
     with_engine(scenario)
@@ -434,11 +434,13 @@ def test_giving_up_twice_is_no_harm() -> None:
         engine.thawed.clear()
         task = asyncio.ensure_future(client.prep_recv(REQUEST, end=3))
         await engine.frozen_by.wait()
-        (wait,) = client._http._waits
-        client.give_up("does not answer")
-        while not wait.expired():
-            await asyncio.sleep(0)
+        waiting = asyncio.ensure_future(client.while_answering(asyncio.sleep(60)))
+        await asyncio.sleep(0)
+        while not (task.done() and waiting.done()):
             client.give_up("does not answer")
+            await asyncio.sleep(0)
+        with pytest.raises(EngineUnavailable, match="does not answer"):
+            await waiting
         with pytest.raises(EngineUnavailable, match="does not answer"):
             await task
 
