@@ -1,4 +1,4 @@
-"""What operators see of a process. Log lines for now; knows nothing of what is logged."""
+"""What operators see of a process: log lines, and figures (``metrics``). Knows nothing of what is told."""
 
 from microserving.observability.logging import (
     LogFormat,
