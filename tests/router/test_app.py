@@ -189,6 +189,8 @@ def test_stats_show_no_address() -> None:
         assert stats["program"] == {
             "name": "balanced_prefill_decode",
             "settings": {"pd_balance_factor": 0.5},
+            "version": 1,
+            "rollbacks": 0,
         }
         assert stats["requests_in_flight"] == 1
         shown = [
