@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import argparse
-import sys
-from collections.abc import Mapping
 
 from microserving.cli.flags import add_config_flags, config_from
 from microserving.cli.logs import start_logging
-from microserving.cli.settings import Setting, add_set_flag
+from microserving.cli.settings import add_set_flag
 from microserving.router.config import RouterConfig
 
 HELP_TEXTS = {
@@ -26,6 +24,12 @@ HELP_TEXTS = {
     "prep_recv_timeout_s": "seconds that a reservation may take",
     "stage_timeout_s": "longest silence of an engine within one verb or stream, in seconds",
     "release_timeout_s": "seconds that freeing what a request holds may take",
+    "request_timeout_s": "seconds until the deadline of a request that brings none; none by default",
+    "stall_timeout_s": "seconds that a program may neither ask an engine nor give output",
+    "max_attempts": "attempts at a request in a row without a new token",
+    "retry_budget_share": "retries of all requests, as a share of them",
+    "retry_budget_burst": "retries beyond that share that may come at once",
+    "hedge_after_s": "seconds without output after which another engine is tried as well; never by default",
     "cluster_secret_file": "file with the cluster's secret (16 bytes or more)",
     "strict_fields": "refuse requests with unknown fields instead of naming them in a header",
     "admin_bind": "address of the admin port; beyond loopback --admin-key-file is needed",
@@ -52,12 +56,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--check",
         action="store_true",
-        help="only check the program and its settings (no peers needed), then end",
+        help="only check the program, as `microserving program check` does, then end",
     )
 
 
 def run(options: argparse.Namespace) -> int:
     if options.check:
+        from microserving.cli.program import check
+
         return check(options.config_program, dict(options.settings))
     config = config_from(options, RouterConfig, {"program_settings": dict(options.settings)})
     from microserving.cluster.addresses import bracketed
@@ -70,16 +76,4 @@ def run(options: argparse.Namespace) -> int:
     console = Console(verbose=options.verbose)
     host = bracketed(config.serving_bind)
     run_router(config, on_ready=lambda port: console.line(f"router ready at http://{host}:{port}"))
-    return 0
-
-
-def check(program: str, settings: Mapping[str, Setting]) -> int:
-    """Load the program and say that it is good. Raises ProgramError, with file and line, when it is not."""
-    from microserving.program import setting_types
-    from microserving.router.program_loader import load_program
-
-    instance = load_program(program, settings).instance
-    shown = [f"{name}={getattr(instance, name)}" for name in setting_types(type(instance))]
-    facts = "; ".join(filter(None, [type(instance).__name__, ", ".join(shown)]))
-    sys.stdout.write(f"{program}: ok ({facts})\n")
     return 0

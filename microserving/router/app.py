@@ -14,12 +14,13 @@ from microserving.router.admin import ProgramAdmin, create_admin_app
 from microserving.router.admin_listener import admin_served
 from microserving.router.config import RouterConfig, Setting
 from microserving.router.deployment import Deployer
-from microserving.router.dispatch import Dispatcher
+from microserving.router.dispatch import Dispatcher, DispatchSettings
 from microserving.router.engine_client import EngineTimeouts
 from microserving.router.engine_registry import EngineRegistry, Peer, State
 from microserving.router.health import HealthMonitor, ProbeSettings
 from microserving.router.program_host import HostSettings, ProgramHost
 from microserving.router.program_loader import load_program
+from microserving.router.retries import RetrySettings
 
 
 class ProgramStats(BaseModel):
@@ -76,7 +77,7 @@ class Router:
             self._registry.cluster,
             self._registry.in_flight,
             self._monitor,
-            release_timeout_s=config.release_timeout_s,
+            _dispatching(config),
         )
         settings = FrontSettings(strict_fields=config.strict_fields)
         control = control_router()
@@ -144,6 +145,21 @@ class Router:
             requests_in_flight=self._dispatcher.running,
             engines=[_engine_stats(peer) for peer in self._registry.peers],
         )
+
+
+def _dispatching(config: RouterConfig) -> DispatchSettings:
+    retries = RetrySettings(
+        max_attempts=config.max_attempts,
+        budget_share=config.retry_budget_share,
+        budget_burst=config.retry_budget_burst,
+    )
+    return DispatchSettings(
+        config.release_timeout_s,
+        config.request_timeout_s,
+        config.stall_timeout_s,
+        config.hedge_after_s,
+        retries,
+    )
 
 
 def create_app(config: RouterConfig) -> FastAPI:

@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Collection
 from http import HTTPStatus
 
 from microserving.errors import (
+    DeadlineExceeded,
     InternalError,
     LeaseError,
     MicroservingError,
@@ -23,14 +24,20 @@ from microserving.errors import (
     TransferFailed,
     http_status,
 )
-from microserving.program import Cluster, GenerationChunk, Request
+from microserving.program import Chunks, Cluster, EngineClient, GenerationChunk, Request
 from microserving.router.engine_client import InFlight
-from microserving.router.holdings import Holdings, close, close_within
+from microserving.router.holdings import Holdings, close_within
+from microserving.router.ledger import AttemptRecord
 from microserving.router.program_host import Outcome
 from microserving.router.program_loader import LoadedProgram
+from microserving.router.watchdog import ProgramHungError, Watchdog
 
 _logger = logging.getLogger(__name__)
 
+_END = GenerationChunk(text="")
+"""Stands for the end of the program's chunks; compared by identity."""
+_CLOSE_S = 5.0
+"""How long the program's own clean-up may take."""
 _CHOSEN_BY_PROGRAM = frozenset({"begin", "end", "kv_addr_info", "recv_rank", "request_id"})
 """Fields of the verbs that no client sends: an engine that refuses one refuses what the program did."""
 
@@ -38,28 +45,67 @@ _CHOSEN_BY_PROGRAM = frozenset({"begin", "end", "kv_addr_info", "recv_rank", "re
 class Attempt:
     """Iterate once over ``chunks``; then, however that ended, ``end`` it, and ``release`` what that left over.
 
-    outcome: how it ended for the program, once it did.
+    outcome: how it ended for the program, once it did. deadline: loop time. stall_s: how long the program may do
+    nothing, neither ask an engine nor give a chunk. without, strictly: see ``Cluster.bound``.
     """
 
     def __init__(
-        self, program: LoadedProgram, request: Request, cluster: Cluster, in_flight: InFlight
+        self,
+        program: LoadedProgram,
+        request: Request,
+        cluster: Cluster,
+        in_flight: InFlight,
+        *,
+        record: AttemptRecord,
+        without: Collection[EngineClient] = (),
+        strictly: bool = False,
+        deadline: float | None = None,
+        stall_s: float = 60.0,
     ) -> None:
         self.program = program
         self.outcome: Outcome = "other"
+        self.record = record
         self._request = request
-        self._holdings = Holdings(in_flight)
-        self._cluster = cluster.bound(seen=self._holdings.bind, chosen=self._holdings.choose)
+        self._holdings = Holdings(in_flight, record)
+        self._cluster = cluster.bound(
+            seen=self._holdings.bind, chosen=self._holdings.choose, without=without, strictly=strictly
+        )
+        self._watchdog = Watchdog(self._holdings, deadline=deadline, stall_s=stall_s)
         self._running = False
         self._told_of_await = False
+        self._reading: asyncio.Task[GenerationChunk | None] | None = None
         self.chunks = self._run()
+
+    @property
+    def failed(self) -> set[EngineClient]:
+        """The engines that failed it; of a transfer both ends."""
+        return self._holdings.failed
+
+    @property
+    def engines(self) -> set[EngineClient]:
+        """The engines that it uses now."""
+        return self._holdings.engines
 
     def end(self) -> bool:
         """No more chunks are wanted. False: there is something to ``release``."""
         self._holdings.unclaim()
-        return not self._running and not self._holdings
+        reads = self._reading is not None and not self._reading.done()
+        return not reads and not self._running and not self._holdings
+
+    def read_ahead(self) -> asyncio.Task[GenerationChunk | None]:
+        """Wait for the first chunk (None: there is none) in a task of its own, which ``release`` ends."""
+
+        async def read() -> GenerationChunk | None:
+            return await anext(self.chunks, None)
+
+        self._reading = asyncio.create_task(read())
+        return self._reading
 
     async def release(self, timeout_s: float) -> None:
         """Stop the program where it is and give back all that the attempt holds on engines."""
+        if self._reading is not None:
+            self._reading.cancel()
+            await asyncio.wait([self._reading], timeout=timeout_s)
         await close_within(self.chunks, timeout_s)
         if not self._told_of_await and (hint := self._not_awaited()):
             _logger.warning("the router program %s forgot something%s", self.program.where, hint)
@@ -71,16 +117,17 @@ class Attempt:
         """The program's chunks. Raises: what the program let pass of ``errors``, InternalError for its bugs."""
         self._running = True
         try:
-            route = self.program.instance.route(self._request, self._cluster)
+            route = aiter(self.program.instance.route(self._request, self._cluster))
             finished = False
             try:
-                async for chunk in route:
+                while (chunk := await self._next(route)) is not _END:
                     if finished:
                         raise self._bug("went on after the last chunk")
                     finished = self._is_last(chunk)
                     yield chunk
             finally:
-                await close(route)
+                self._watchdog.close()
+                await close_within(route, _CLOSE_S)
             if not finished:
                 raise self._bug("ended without a last chunk (one with a finish_reason)")
             self.outcome = "ok"
@@ -89,6 +136,8 @@ class Attempt:
             if task is None or task.cancelling():
                 raise
             raise self._bug("was cancelled from within") from None
+        except ProgramHungError:
+            raise self._bug("hung: it neither asked an engine nor gave a chunk for too long") from None
         except StartupError as error:
             raise self._failed(error) from error
         except MicroservingError as error:
@@ -100,6 +149,17 @@ class Attempt:
             raise self._failed(error) from error
         finally:
             self._running = False
+
+    async def _next(self, route: Chunks) -> GenerationChunk:
+        """The program's next chunk, or ``_END``."""
+        watchdog = self._watchdog
+        watchdog.begin()
+        try:
+            return await route.__anext__()
+        except StopAsyncIteration:
+            return _END
+        finally:
+            watchdog.end()
 
     def _is_last(self, chunk: object) -> bool:
         if not isinstance(chunk, GenerationChunk):
@@ -119,18 +179,22 @@ class Attempt:
         _logger.error("the router program %s %s%s", self.program.where, what, self._not_awaited())
         return _logged(f"the router program {what}")
 
-    def _refused(self, error: MicroservingError) -> MicroservingError:
-        """What the client gets of an error that the program let pass; logged here, where the program is known."""
+    def report(self, error: MicroservingError) -> None:
+        """Log, with the program's line, that the request ended with ``error``, unless that is told elsewhere."""
         if error.logged or isinstance(error, (NoEngine, ShuttingDown)):
-            return error  # no engine: there may be another attempt
+            return
         where, hint = self.program.locate(error), self._not_awaited()
-        if error.param in _CHOSEN_BY_PROGRAM and not isinstance(error, (LeaseError, TransferFailed)):
-            self.outcome = "program_failed"
-            _logger.error("the router program asked wrongly at %s: %s%s", where, error.message, hint)
-            return _logged("the router program asked an engine wrongly; the server's log has the details")
         _logger.log(_level(error), "a request failed at %s: %s%s", where, error.message, hint)
         error.logged = True
-        return error
+
+    def _refused(self, error: MicroservingError) -> MicroservingError:
+        """What the client gets of an error that the program let pass."""
+        if error.param not in _CHOSEN_BY_PROGRAM or isinstance(error, (LeaseError, TransferFailed)):
+            return error
+        self.outcome = "program_failed"
+        where, hint = self.program.locate(error), self._not_awaited()
+        _logger.error("the router program asked wrongly at %s: %s%s", where, error.message, hint)
+        return _logged("the router program asked an engine wrongly; the server's log has the details")
 
     def _not_awaited(self) -> str:
         """What log lines add when the program forgot an ``await``."""
@@ -140,8 +204,8 @@ class Attempt:
 
 
 def _level(error: MicroservingError) -> int:
-    """A client's fault is nobody else's business, being refused for a while not worth attention; failures are."""
-    if isinstance(error, RequestError) and not isinstance(error, LeaseError):
+    """A client's fault and its deadline are nobody else's business, being refused for a while not worth attention; failures are."""
+    if isinstance(error, (RequestError, DeadlineExceeded)) and not isinstance(error, LeaseError):
         return logging.DEBUG
     return logging.INFO if http_status(error) == HTTPStatus.SERVICE_UNAVAILABLE else logging.WARNING
 

@@ -51,6 +51,10 @@ class RouterConfig(BaseModel):
     program: a file, or the name of a shipped program. peer_timeout_s: at start every peer must answer within this.
     An engine is taken out of its pools after probe_misses probes without an answer (at once when its connection is
     refused or breaks; not because a request could not connect within connect_timeout_s: that request is refused). stage_timeout_s: the longest silence of an engine within one verb or stream.
+    request_timeout_s: the deadline of a request that brings none. stall_timeout_s: how long a program may neither ask an
+    engine nor give a chunk. max_attempts: in a row without a new token, for one request; all requests together may be
+    tried again retry_budget_burst times at once, and for a share of retry_budget_share of them for good.
+    hedge_after_s: a request without output for so long is tried on another engine as well.
 
     admin_port 0, admin_socket None: no admin routes there. kept_programs, drain_timeout_s, rollback_*: of
     ``program_host.HostSettings``. dry_run_timeout_s: for the trial of a program before it is put in charge.
@@ -73,6 +77,12 @@ class RouterConfig(BaseModel):
     prep_recv_timeout_s: float = Field(30.0, gt=0)
     stage_timeout_s: float = Field(300.0, gt=0)
     release_timeout_s: float = Field(5.0, gt=0)
+    request_timeout_s: float | None = Field(None, gt=0)
+    stall_timeout_s: float = Field(60.0, gt=0)
+    max_attempts: int = Field(3, ge=1)
+    retry_budget_share: float = Field(0.2, ge=0)
+    retry_budget_burst: int = Field(256, ge=0)
+    hedge_after_s: float | None = Field(None, gt=0)
     cluster_secret_file: Path | None = None
     strict_fields: bool = False
     admin_bind: str = "127.0.0.1"

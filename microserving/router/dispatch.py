@@ -1,22 +1,31 @@
-"""Serves every request by attempts of the router program, and ends what a request leaves behind.
+"""Serves every request by attempts of the router program: as many as it takes, within bounds, without a seam.
 
-The front's ``Backend``. Owns the attempts and their clean-ups; does not know HTTP, nor which program is in charge.
+The front's ``Backend``. Owns the attempts and their clean-ups, the requests' deadlines and the ledger; does not know
+HTTP, nor which program is in charge.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+import logging
+from collections.abc import AsyncGenerator, AsyncIterator
+from dataclasses import dataclass, field
 from typing import Protocol
 
-from microserving.errors import NoEngine, ShuttingDown
+from microserving.errors import InternalError, MicroservingError, NoEngine, ShuttingDown
 from microserving.front import ServedModel
-from microserving.program import Cluster, Request
+from microserving.program import Cluster
 from microserving.protocol.generation import GenerationChunk, GenerationRequest
 from microserving.router.attempt import Attempt
 from microserving.router.engine_client import InFlight
+from microserving.router.hedging import race
+from microserving.router.journey import Journey
+from microserving.router.ledger import AttemptRecord, Ledger
 from microserving.router.program_host import ProgramHost
+from microserving.router.retries import RetryBudget, RetrySettings, backoff_s, is_engines_fault
 from microserving.tokenizer import Tokenizer
+
+_logger = logging.getLogger(__name__)
 
 
 class Served(Protocol):
@@ -35,8 +44,22 @@ class Served(Protocol):
         """Look for engines now. Returns soon; bounded however often it is called."""
 
 
+@dataclass(frozen=True, slots=True)
+class DispatchSettings:
+    """Seconds. release_timeout_s: how long one engine may take to free things. request_timeout_s: the deadline of a
+    request whose client gave none; None = none. stall_timeout_s: how long a program may neither ask an engine nor give a
+    chunk. hedge_after_s: after so long without a first chunk another engine is tried beside the first; None = never.
+    """
+
+    release_timeout_s: float = 5.0
+    request_timeout_s: float | None = None
+    stall_timeout_s: float = 60.0
+    hedge_after_s: float | None = None
+    retries: RetrySettings = field(default_factory=RetrySettings)
+
+
 class Dispatcher:
-    """in_flight: shared with the engine clients. release_timeout_s: how long one engine may take to free things."""
+    """in_flight: shared with the engine clients. ledger: of all requests."""
 
     def __init__(
         self,
@@ -44,14 +67,16 @@ class Dispatcher:
         cluster: Cluster,
         in_flight: InFlight,
         served: Served,
-        *,
-        release_timeout_s: float = 5.0,
+        settings: DispatchSettings | None = None,
+        ledger: Ledger | None = None,
     ) -> None:
+        self.ledger = ledger or Ledger()
         self._host = host
         self._cluster = cluster
         self._in_flight = in_flight
         self._served = served
-        self._release_timeout_s = release_timeout_s
+        self._settings = settings or DispatchSettings()
+        self._budget = RetryBudget(self._settings.retries)
         self._releases: set[asyncio.Task[None]] = set()
         self._accepting = True
         self._running = 0
@@ -78,7 +103,7 @@ class Dispatcher:
             await self._served.refresh()
 
     def refuse_requests(self) -> None:
-        """Take no more requests; those that run go on."""
+        """Take no more requests; those that run go on, but are not tried again."""
         self._accepting = False
 
     async def stop(self) -> None:
@@ -86,48 +111,136 @@ class Dispatcher:
         while self._releases:
             await asyncio.wait(self._releases)
 
-    async def generate(self, request: GenerationRequest) -> AsyncIterator[GenerationChunk]:
-        """See ``Backend.generate``. A program that finds no engine is asked once more, after a look for engines."""
+    async def generate(self, request: GenerationRequest) -> AsyncGenerator[GenerationChunk, None]:
+        """See ``Backend.generate``. An attempt that fails is followed by another one as ``_recover`` says."""
         if not self._accepting:
             raise ShuttingDown
-        looked = began = False
-        while True:
-            attempt = self._begin(request, "-again" if looked else "")
-            try:
-                async for chunk in attempt.chunks:
-                    began = True
-                    yield chunk
-                return
-            except NoEngine:
-                if looked or began:
-                    raise
-            finally:
-                self._finish(attempt)
-            await self._served.refresh()
-            looked = True
+        self._budget.deposit()
+        journey = self._set_out(request)
+        delivery = journey.delivery
+        error: BaseException | None = None
+        try:
+            while not delivery.finished:
+                attempts = [self._begin(journey)]
+                failure: MicroservingError | None = None
+                try:
+                    async for chunk in await self._open(journey, attempts):
+                        if not delivery.begun:
+                            journey.first_chunk()
+                        shown = delivery.take(chunk)
+                        yield shown
+                        if delivery.cut:
+                            break
+                except MicroservingError as failed:
+                    failure = failed
+                finally:
+                    self._finish(attempts, failure)
+                if failure is not None:
+                    await self._recover(journey, attempts[0], failure)
+        except BaseException as caught:
+            error = caught
+            raise
+        finally:
+            self._arrived(journey, error)
 
-    def _begin(self, request: GenerationRequest, suffix: str) -> Attempt:
-        own = Request(
-            request_id=request.request_id + suffix,  # an engine may still be freeing what the last one held
-            prompt_token_ids=request.prompt_token_ids,
-            sampling=request.sampling,
-            stop=request.stop,
-        )
+    def _set_out(self, request: GenerationRequest) -> Journey:
+        record = self.ledger.open(request.request_id, len(request.prompt_token_ids))
+        return Journey(request, record, self._settings.request_timeout_s)
+
+    def _arrived(self, journey: Journey, error: BaseException | None) -> None:
+        journey.record.output_tokens = journey.delivery.tokens
+        self.ledger.close(journey.record, error, finished=journey.delivery.finished)
+
+    def _begin(self, journey: Journey, beside: Attempt | None = None) -> Attempt:
+        failed = journey.failed_program
+        program = self._host.acquire() if failed is None else self._host.acquire(failed=failed)
+        request = journey.next_request()
+        record = AttemptRecord(program.name)
+        journey.record.attempts.append(record)
         self._running += 1
-        return Attempt(self._host.acquire(), own, self._cluster, self._in_flight)
+        return Attempt(
+            program,
+            request,
+            self._cluster,
+            self._in_flight,
+            record=record,
+            without=journey.excluded if beside is None else journey.excluded | beside.engines,
+            strictly=beside is not None or journey.overload is not None,
+            deadline=journey.deadline,
+            stall_s=self._settings.stall_timeout_s,
+        )
 
-    def _finish(self, attempt: Attempt) -> None:
+    async def _open(self, journey: Journey, attempts: list[Attempt]) -> AsyncIterator[GenerationChunk]:
+        """The chunks of the attempt that has been begun, or of one that is begun beside it; the one that gives them is
+        ``attempts[0]`` afterwards."""
+        after_s = self._settings.hedge_after_s
+        if after_s is None or journey.delivery.begun:
+            return attempts[0].chunks
+
+        def start_second() -> Attempt | None:
+            if not self._budget.withdraw():
+                return None
+            journey.record.hedges += 1
+            attempts.append(self._begin(journey, beside=attempts[0]))
+            return attempts[1]
+
+        winner, chunks = await race(attempts[0], start_second, after_s)
+        attempts.sort(key=lambda attempt: attempt is not winner)
+        return chunks
+
+    async def _recover(self, journey: Journey, attempt: Attempt, failure: MicroservingError) -> None:
+        """Returns when the request may be tried again, after a pause. Raises ``failure`` when that must not be."""
+        journey.failed(attempt, failure)
+        if not self._may_retry(journey, attempt, failure):
+            if journey.overload is not None and isinstance(failure, NoEngine):
+                failure = journey.overload
+            attempt.report(failure)
+            raise failure
+        if isinstance(failure, NoEngine):
+            journey.looked = True
+            await self._served.refresh()
+        else:
+            pause_s = backoff_s(self._settings.retries, journey.failures)
+            left_s = journey.remaining_s
+            await asyncio.sleep(pause_s if left_s is None else min(pause_s, left_s))
+        _logger.info("request %s is tried again: %s", journey.record.request_id, failure.message)
+
+    def _may_retry(self, journey: Journey, attempt: Attempt, failure: MicroservingError) -> bool:
+        settings, delivery, record = self._settings.retries, journey.delivery, journey.record
+        if not self._accepting or delivery.finished or (delivery.begun and not delivery.resumable):
+            return False
+        if isinstance(failure, NoEngine):
+            if journey.looked or journey.overload is not None:
+                return False
+        elif isinstance(failure, InternalError):
+            if attempt.outcome != "program_failed" or not self._host.has_other_than(attempt.program):
+                return False
+        elif not is_engines_fault(failure):
+            return False
+        if journey.failures >= settings.max_attempts or record.resumes >= settings.max_resumes:
+            return False
+        if delivery.begun:
+            self._budget.charge()
+            record.resumes += 1
+            return True
+        record.retries += 1
+        return self._budget.withdraw()
+
+    def _finish(self, attempts: list[Attempt], failure: MicroservingError | None) -> None:
         """Leave nothing behind. In the background: whoever ended the request does not wait for it."""
-        self._running -= 1
-        if attempt.end():
-            self._host.release(attempt.program, attempt.outcome)
-            return
-        task = asyncio.create_task(self._release(attempt))
-        self._releases.add(task)
-        task.add_done_callback(self._releases.discard)
+        for attempt in attempts:
+            self._running -= 1
+            if failure is not None:
+                attempt.record.error = failure.code or "internal_error"
+            if attempt.end():
+                self._host.release(attempt.program, attempt.outcome)
+                continue
+            task = asyncio.create_task(self._release(attempt))
+            self._releases.add(task)
+            task.add_done_callback(self._releases.discard)
 
     async def _release(self, attempt: Attempt) -> None:
         try:
-            await attempt.release(self._release_timeout_s)
+            await attempt.release(self._settings.release_timeout_s)
         finally:
             self._host.release(attempt.program, attempt.outcome)

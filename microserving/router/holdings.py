@@ -19,7 +19,9 @@ from microserving.policies import EngineLoad
 from microserving.program import EngineClient, EngineRole, Received, Request
 from microserving.protocol.generation import GenerationChunk, RemoteSendResult
 from microserving.router.engine_client import InFlight
+from microserving.router.ledger import AttemptRecord
 from microserving.router.renewals import Renewals
+from microserving.router.retries import is_engines_fault
 
 _logger = logging.getLogger(__name__)
 
@@ -28,9 +30,17 @@ ResultT = TypeVar("ResultT")
 
 
 class Holdings:
-    """The reservations, sends and generations of one attempt. ``in_flight`` is shared by all attempts."""
+    """The reservations, sends and generations of one attempt. ``in_flight`` is shared by all attempts.
 
-    def __init__(self, in_flight: InFlight) -> None:
+    record: where the attempt's facts are written down. busy: answers of engines that are waited for now; idle_since:
+    when the last one came (loop time). failed: the engines that failed, or whose peer in a transfer did.
+    """
+
+    def __init__(self, in_flight: InFlight, record: AttemptRecord | None = None) -> None:
+        self.record = AttemptRecord("") if record is None else record
+        self.busy = 0
+        self.idle_since = 0.0
+        self.failed: set[EngineClient] = set()
         self._in_flight = in_flight
         self._claims: set[EngineClient] = set()
         self._held: dict[tuple[EngineClient, str], tuple[Request, set[Kind]]] = {}
@@ -42,6 +52,11 @@ class Holdings:
     def __bool__(self) -> bool:
         """Whether anything is held, or a call that was never begun is left."""
         return bool(self._held) or bool(self.not_awaited())
+
+    @property
+    def engines(self) -> set[EngineClient]:
+        """The engines that were chosen, or hold something."""
+        return self._claims | {engine for engine, _ in self._held}
 
     def bind(self, engine: EngineClient) -> HeldEngine:
         """``engine`` as the program gets it."""
@@ -114,6 +129,23 @@ class Holdings:
         """The engine is asked to generate from the request's reservation, if there is one: that ends the lease."""
         self._renewals.stop(engine, request.request_id)
 
+    async def asked(self, work: Awaitable[ResultT]) -> ResultT:
+        """``work``, an engine's answer."""
+        self.busy += 1
+        try:
+            return await work
+        finally:
+            self.busy -= 1
+            self.idle_since = asyncio.get_running_loop().time()
+
+    def blame(self, error: MicroservingError, engine: EngineClient, receiver: EngineClient | None) -> None:
+        """``engine`` failed with ``error``; the request's next attempt does without it. Of a transfer nobody knows which
+        end failed."""
+        if is_engines_fault(error):
+            self.failed.add(engine)
+            if receiver is not None:
+                self.failed.add(receiver._inner if isinstance(receiver, HeldEngine) else receiver)
+
     def watch(self, stream: AsyncGenerator[GenerationChunk, None]) -> AsyncIterator[GenerationChunk]:
         """Have ``stream`` closed by ``release``, wherever the program left it."""
         self._streams.append(stream)
@@ -173,16 +205,20 @@ class HeldEngine(EngineClient):
 
     async def _prep_recv(self, request: Request, end: int) -> Received:
         async with self._holding(request, "reservation"):
-            received = await self._inner.prep_recv(request, end=end)
+            received = await self._holdings.asked(self._inner.prep_recv(request, end=end))
+        self._holdings.record.reserved(received.end, received.prefix_matched_length)
         self._holdings.keep_alive(received, self._inner, request)
         return replace(received, engine=self)
 
     async def _remote_send(self, request: Request, to: Received) -> RemoteSendResult:
         if to.complete:
             return await self._inner.remote_send(request, to=to)
-        async with self._holding(request, "send"):
-            result = await to.engine.while_answering(self._inner.remote_send(request, to=to))
+        self._holdings.record.sending(self._inner)
+        async with self._holding(request, "send", receiver=to.engine):
+            sending = self._inner.remote_send(request, to=to)
+            result = await self._holdings.asked(to.engine.while_answering(sending))
         self._holdings.drop(self._inner, request, "send")
+        self._holdings.record.sent(result)
         return result
 
     def start_generate(self, request: Request, *, begin: int = 0) -> AsyncIterator[GenerationChunk]:
@@ -192,7 +228,8 @@ class HeldEngine(EngineClient):
         return self._holdings.called("commit", self._commit(request))
 
     async def _commit(self, request: Request) -> int:
-        cached = await self._inner.commit(request)
+        self._holdings.use(self._inner, request)
+        cached = await self._holdings.asked(self._inner.commit(request))
         self._holdings.drop(self._inner, request, "reservation")
         return cached
 
@@ -207,33 +244,40 @@ class HeldEngine(EngineClient):
         return await self._inner.while_answering(work)
 
     async def match_prefix(self, request: Request) -> int:
-        return await self._inner.match_prefix(request)
+        return await self._holdings.asked(self._inner.match_prefix(request))
 
     async def _generate(self, request: Request, begin: int) -> AsyncGenerator[GenerationChunk, None]:
-        self._holdings.use(self._inner, request)
+        holdings = self._holdings
+        holdings.use(self._inner, request)
+        holdings.record.generating(self._inner)
         async with self._holding(request, "generation"):
-            chunks = self._inner.start_generate(request, begin=begin)
+            chunks = aiter(self._inner.start_generate(request, begin=begin))
             finished = False
             try:
-                async for chunk in chunks:
+                while (chunk := await holdings.asked(anext(chunks, None))) is not None:
                     finished = chunk.finish_reason is not None
                     yield chunk
             finally:
                 await close(chunks)
         if finished:
-            self._holdings.drop(self._inner, request, "reservation", "generation")
+            holdings.drop(self._inner, request, "reservation", "generation")
 
     @asynccontextmanager
-    async def _holding(self, request: Request, kind: Kind) -> AsyncIterator[None]:
-        """Around a verb. An engine that refused it holds nothing; one that failed, or was not waited for, may."""
-        is_new = self._holdings.take(self._inner, request, kind)
+    async def _holding(
+        self, request: Request, kind: Kind, receiver: EngineClient | None = None
+    ) -> AsyncIterator[None]:
+        """Around a verb. An engine that refused it holds nothing; one that failed, or was not waited for, may.
+
+        receiver: of a transfer, whose failure the sender reports as its own.
+        """
+        holdings = self._holdings
+        is_new = holdings.take(self._inner, request, kind)
         try:
             yield
-        except EngineUnavailable:
-            raise
-        except MicroservingError:
-            if is_new:
-                self._holdings.drop(self._inner, request, kind)
+        except MicroservingError as error:
+            holdings.blame(error, self._inner, receiver)
+            if is_new and not isinstance(error, EngineUnavailable):
+                holdings.drop(self._inner, request, kind)
             raise
 
 

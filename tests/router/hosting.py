@@ -9,11 +9,14 @@ from microserving.front import ServedModel
 from microserving.program import Program
 from microserving.program.testing import FakeCluster
 from microserving.protocol.generation import GenerationRequest, SamplingParams, StopParams
-from microserving.router.dispatch import Dispatcher
+from microserving.router.dispatch import Dispatcher, DispatchSettings
 from microserving.router.engine_client import InFlight
 from microserving.router.program_host import ProgramHost
 from microserving.router.program_loader import LoadedProgram, load_program
+from microserving.router.retries import RetrySettings
 from microserving.tokenizer import Tokenizer
+
+QUICK = DispatchSettings(release_timeout_s=0.2, retries=RetrySettings(backoff_s=0.0))
 
 
 class FakeServed:
@@ -38,7 +41,11 @@ class Hosted:
     """A dispatcher with all its parts at hand. program: a shipped name, or an instance."""
 
     def __init__(
-        self, program: str | Program, cluster: FakeCluster | None = None, **settings: object
+        self,
+        program: str | Program,
+        cluster: FakeCluster | None = None,
+        dispatching: DispatchSettings | None = None,
+        **settings: object,
     ) -> None:
         self.cluster = FakeCluster() if cluster is None else cluster
         self.served = FakeServed(self.cluster)
@@ -46,7 +53,7 @@ class Hosted:
         self.loaded = load_program(program, settings) if isinstance(program, str) else _loaded(program)
         self.host = ProgramHost(self.loaded, self.cluster)
         self.dispatcher = Dispatcher(
-            self.host, self.cluster, self.in_flight, self.served, release_timeout_s=0.2
+            self.host, self.cluster, self.in_flight, self.served, dispatching or QUICK
         )
 
     async def settle(self) -> None:

@@ -125,7 +125,7 @@ def test_a_failed_send_frees_the_reservation() -> None:
         assert setup.decode.verbs == ["prep_recv", "abort"]
         assert setup.prefill.verbs == ["remote_send"]
 
-    with_router(scenario)
+    with_router(scenario, max_attempts=1)
 
 
 def test_an_engine_that_dies_within_a_stream() -> None:
@@ -138,7 +138,7 @@ def test_an_engine_that_dies_within_a_stream() -> None:
         assert "[DONE]" not in response.text
         assert "127.0.0.1" not in response.text
 
-    with_router(scenario)
+    with_router(scenario, max_attempts=1)
 
 
 @pytest.mark.case("RT-10")
@@ -146,7 +146,7 @@ def test_without_engines_it_is_503_and_with_them_again_it_works() -> None:
     async def scenario(setup: Setup) -> None:
         await setup.prefill.kill()
         await setup.decode.kill()
-        assert (await setup.complete()).status_code == 502  # found out by this very request
+        assert (await setup.complete()).status_code == 503  # found out by this very request
         response = await setup.complete()
         assert response.status_code == 503
         assert int(response.headers["retry-after"]) >= 1
@@ -171,8 +171,7 @@ def test_round_robin_goes_on_with_one_of_two() -> None:
     async def scenario(setup: Setup) -> None:
         await setup.prefill.kill()
         statuses = [(await setup.complete()).status_code for _ in range(6)]
-        assert statuses.count(502) <= 1
-        assert statuses[2:] == [200] * 4
+        assert statuses == [200] * 6
 
     with_router(scenario, "round_robin")
 

@@ -1,0 +1,73 @@
+"""What a client has been sent of one generation: enough to go on elsewhere without a gap or a duplicate.
+
+A chunk's text is all that may be shown after its ids (``GenerationChunk``), so the ids alone say where to go on. Knows
+nothing of engines or attempts.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from microserving.protocol.generation import GenerationChunk, GenerationRequest
+
+
+class Delivery:
+    """``take`` every chunk on its way to the client.
+
+    begun: it has seen output; finished: all of it. cut: the engine wanted to go on.
+    """
+
+    def __init__(self, request: GenerationRequest) -> None:
+        self._given = len(request.resume_output_ids)
+        self._ids = list(request.resume_output_ids)
+        self._limit = request.stop.max_tokens
+        self._exact = True
+        self.begun = False
+        self.finished = False
+        self.cut = False
+
+    @property
+    def output_ids(self) -> tuple[int, ...]:
+        """What ``resume_output_ids`` of the next attempt are: those of the request itself, then all that was sent."""
+        return tuple(self._ids)
+
+    @property
+    def tokens(self) -> int:
+        """Output tokens sent."""
+        return len(self._ids) - self._given
+
+    @property
+    def resumable(self) -> bool:
+        """Whether the ids account for all of the text: engines of another make may send none."""
+        return self._exact
+
+    def take(self, chunk: GenerationChunk) -> GenerationChunk:
+        """What the client gets of ``chunk``. No more than max_tokens: what an engine gives beyond is cut off, and the
+        chunk is the last one."""
+        ids = chunk.token_ids
+        if ids:
+            self._ids.extend(ids)
+            self.begun = True
+            if self._limit is not None and len(self._ids) > self._limit:
+                chunk = self._cut(chunk, self._limit)
+        elif chunk.text:
+            self.begun = True
+            self._exact = self._exact and chunk.finish_reason is not None
+        if chunk.finish_reason is not None:
+            self.finished = True
+            if chunk.completion_tokens < len(self._ids):
+                chunk = replace(chunk, completion_tokens=len(self._ids))
+        return chunk
+
+    def _cut(self, chunk: GenerationChunk, limit: int) -> GenerationChunk:
+        room = limit - (len(self._ids) - len(chunk.token_ids))
+        self.cut = True
+        del self._ids[limit:]
+        text = chunk.text if room else ""
+        return replace(
+            chunk,
+            text=text,
+            token_ids=chunk.token_ids[:room],
+            finish_reason="length",
+            completion_tokens=limit,
+        )

@@ -1,0 +1,79 @@
+"""One request on its way: what it may still cost, which engines failed it, and what its client has been sent.
+
+Plain state; ``dispatch`` decides.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import replace
+
+from microserving.errors import InternalError, MicroservingError, Overloaded
+from microserving.program import EngineClient, Request
+from microserving.protocol.generation import GenerationRequest
+from microserving.router.attempt import Attempt
+from microserving.router.delivery import Delivery
+from microserving.router.ledger import RequestRecord
+from microserving.router.program_loader import LoadedProgram
+
+
+class Journey:
+    """default_timeout_s: for a request that brings none.
+
+    failures: attempts in a row that gave no new token. excluded: engines that failed this request. overload: an engine
+    was full, and how it said so; those in ``excluded`` are then not asked again even when there are no others. looked:
+    whether engines were looked for because there was none. failed_program: the program that failed it last.
+    """
+
+    def __init__(
+        self, request: GenerationRequest, record: RequestRecord, default_timeout_s: float | None
+    ) -> None:
+        timeout_s = default_timeout_s if request.timeout_s is None else request.timeout_s
+        self.delivery = Delivery(request)
+        self.deadline = None if timeout_s is None else record.began + timeout_s
+        self.record = record
+        self.failures = 0
+        self.excluded: set[EngineClient] = set()
+        self.overload: MicroservingError | None = None
+        self.looked = False
+        self.failed_program: LoadedProgram | None = None
+        self._request = request
+        self._tokens_before = 0
+
+    @property
+    def remaining_s(self) -> float | None:
+        """Seconds until the deadline, never below 0; None when there is none."""
+        if self.deadline is None:
+            return None
+        return max(0.0, self.deadline - asyncio.get_running_loop().time())
+
+    def next_request(self) -> Request:
+        """The request as the next attempt's program gets it. Every attempt has an id of its own, because an engine may
+        still be freeing what the last one held."""
+        number = len(self.record.attempts)
+        request = self._request
+        changes: dict[str, object] = {}
+        if self.deadline is not None:
+            changes["timeout_s"] = max(self.remaining_s or 0.0, 1e-3)
+        if self.delivery.begun:
+            changes["resume_output_ids"] = self.delivery.output_ids
+        return Request.of(
+            replace(request, **changes) if changes else request,  # type: ignore[arg-type]
+            request_id=f"{request.request_id}-{number}" if number else request.request_id,
+            deadline=self.deadline,
+        )
+
+    def first_chunk(self) -> None:
+        """The first output is here."""
+        record = self.record
+        if record.ttft_s is None:
+            record.ttft_s = asyncio.get_running_loop().time() - record.began
+
+    def failed(self, attempt: Attempt, error: MicroservingError) -> None:
+        """``attempt`` ended with ``error``."""
+        self.failures = 1 if self.delivery.tokens > self._tokens_before else self.failures + 1
+        self._tokens_before = self.delivery.tokens
+        self.excluded |= attempt.failed
+        if isinstance(error, Overloaded):
+            self.overload = error
+        self.failed_program = attempt.program if isinstance(error, InternalError) else None
