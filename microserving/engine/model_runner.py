@@ -21,17 +21,20 @@ from tvm import relax
 from microserving.engine.compiler import CodeCache, load_objects
 from microserving.engine.compiler.model import compiled_model
 from microserving.engine.kernels.common import detect_isa
+from microserving.engine.kernels.kv_write import LAYER_END, PUT_BEGIN, PUT_END
 from microserving.engine.kernels.plan import AttentionShape, Planner
+from microserving.engine.kernels.slot_copy import NAME as COPY
+from microserving.engine.kernels.slot_copy import copy_runs
 from microserving.engine.models.base import ModelSpec
 from microserving.engine.models.registry import model_class
 from microserving.engine.rope import RopeTable
 from microserving.engine.runner import LayerTimes, RemoteTarget, RunnerChunk, StepOutput
-from microserving.engine.tensors import Staging, pool_tensor
+from microserving.engine.tensors import Staging, lease_tensor, pool_tensor
 from microserving.engine.weights import pack_matrix, pack_vector, tile_kind
 from microserving.errors import InternalError, ModelLoadError
 from microserving.model_files import ModelConfig, WeightSource, default_cache_dir
 from microserving.protocol.kv_layout import KVLayout
-from microserving.transports.base import RemotePool
+from microserving.transports.base import LeaseGuard, RemotePool
 
 Progress = Callable[[str, float], None]
 _SPIN_COUNT = "5000"
@@ -55,6 +58,11 @@ class TVMModelRunner:
         self._workspace = tvm.runtime.empty((1, shape.group, shape.state_width), "float32")
         self._rope = RopeTable(layout.head_dim, config.rope_theta)
         self._staging = Staging()
+        self._copy = code.get_function(
+            COPY, query_imports=True
+        )  # not by way of the machine, which runs one call at a time
+        self._always = [tvm.runtime.tensor(np.array(words, np.int64)) for words in ([0, 1], [1])]
+        self._no_times = tvm.runtime.tensor(np.zeros((layout.layers, 3), np.int64))
         self._thread: int | None = None
 
     @classmethod
@@ -130,7 +138,9 @@ class TVMModelRunner:
         remote = self._remote_arguments(chunks, puts[0].pool)
         logits, times = self._step_put(*arguments, *remote, self._parameters)
         stamps = times.numpy()
-        return StepOutput(logits.numpy(), LayerTimes(stamps[:, 0], stamps[:, 1], stamps[:, 2]))
+        return StepOutput(
+            logits.numpy(), LayerTimes(stamps[:, PUT_BEGIN], stamps[:, PUT_END], stamps[:, LAYER_END])
+        )
 
     def copy_slots(
         self,
@@ -138,7 +148,23 @@ class TVMModelRunner:
         target: npt.NDArray[np.int32],
         remote: RemoteTarget | None = None,
     ) -> LayerTimes | None:
-        raise InternalError("not there yet")
+        page_size = self._layout.page_size
+        pages = self.total_pages if remote is None else remote.pool.total_pages
+        _check_range("slot of a copy", source, self.total_pages * page_size)
+        _check_range("slot of a copy", target, pages * page_size)
+        runs = tvm.runtime.tensor(copy_runs(source, target, page_size))
+        if remote is None:
+            if np.isin(target, source).any():
+                raise InternalError("a slot is both source and target of a copy")
+            guard, leases = self._always
+            self._copy(runs, guard, self._pool, self._pool, leases, self._no_times)
+            return None
+        times = tvm.runtime.tensor(np.zeros((self._layout.layers, 3), np.int64))
+        guard = tvm.runtime.tensor(np.array(_guard_row(remote.guard, remote.pool), np.int64))
+        into = pool_tensor(remote.pool.memory, self._layout, remote.pool.total_pages)
+        self._copy(runs, guard, self._pool, into, lease_tensor(remote.pool.leases), times)
+        stamps = times.numpy()
+        return LayerTimes(stamps[:, PUT_BEGIN], stamps[:, PUT_END], stamps[:, PUT_END])
 
     def _arguments(self, chunks: Sequence[RunnerChunk]) -> list[Any]:
         """The inputs of ``step`` in the order of ``models.base.step_signature``."""
@@ -175,18 +201,20 @@ class TVMModelRunner:
         return table
 
     def _remote_arguments(self, chunks: Sequence[RunnerChunk], pool: RemotePool) -> list[Any]:
-        """What ``step_put`` takes besides: the other pool, the slots there (-1 = not sent), the time stamps."""
-        slots = np.full(sum(len(chunk.token_ids) for chunk in chunks), -1, np.int32)
+        """What ``step_put`` takes besides: the fields of ``models.base.RemoteInputs``. Rows that are not sent: slot -1."""
+        rows = sum(len(chunk.token_ids) for chunk in chunks)
+        slots, guards = np.full(rows, -1, np.int32), np.zeros((rows, 2), np.int64)
         end = 0
         for chunk in chunks:
-            count = len(chunk.token_ids)
+            begin, end = end, end + len(chunk.token_ids)
             if chunk.put is not None:
-                slots[end : end + count] = chunk.put.slots
-            end += count
+                slots[begin:end] = chunk.put.slots
+                guards[begin:end] = _guard_row(chunk.put.guard, pool)
         _check_range("remote slot", slots, pool.total_pages * self._layout.page_size, lowest=-1)
         times = np.zeros((self._layout.layers, 3), np.int64)
         remote = pool_tensor(pool.memory, self._layout, pool.total_pages)
-        return [remote, tvm.runtime.tensor(slots), tvm.runtime.tensor(times)]
+        made = [tvm.runtime.tensor(array) for array in (slots, guards)]
+        return [remote, *made, lease_tensor(pool.leases), tvm.runtime.tensor(times)]
 
     def _own_thread(self) -> None:
         """TVM's worker pool belongs to the calling thread: set its size before its first use there."""
@@ -234,8 +262,15 @@ def _rows(
 
 def _check_range(what: str, numbers: npt.NDArray[np.int32], end: int, lowest: int = 0) -> None:
     """Kernels write where these numbers say: one that is wrong must not reach them."""
-    if numbers.min() < lowest or numbers.max() >= end:
-        raise InternalError(f"a {what} of this step is outside [{lowest}, {end})")
+    if numbers.size and (numbers.min() < lowest or numbers.max() >= end):
+        raise InternalError(f"a {what} is outside [{lowest}, {end})")
+
+
+def _guard_row(guard: LeaseGuard, pool: RemotePool) -> tuple[int, int]:
+    """(GUARD_WORD, GUARD_ID). A word that the pool does not have must not reach a kernel; id 0 is no lease's."""
+    if not 0 <= guard.word < len(pool.leases) or guard.lease_id < 1:
+        raise InternalError("a put has no lease word")
+    return guard.word, guard.lease_id
 
 
 def _pack(weights: WeightSource, report: Progress) -> dict[str, tuple[npt.NDArray[Any], Any]]:

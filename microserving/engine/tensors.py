@@ -1,4 +1,4 @@
-"""numpy memory as TVM tensors without a copy: KV pools, and the small arrays of a step.
+"""numpy memory as TVM tensors without a copy: KV pools, lease words, and the small arrays of a step.
 
 Owns: alignment. Compiled vector loads assume 64 bytes. Does not know what the arrays mean.
 """
@@ -34,6 +34,13 @@ def pool_tensor(memory: npt.NDArray[np.uint8], layout: KVLayout, total_pages: in
     if memory.dtype != np.uint8 or memory.ndim != 1 or memory.nbytes < size or memory.ctypes.data % ALIGNMENT:
         raise ValueError(f"pool memory must be at least {size} bytes, uint8, aligned to {ALIGNMENT}")
     return tvm.runtime.from_dlpack(memory[:size].view(layout.dtype).reshape(layout.shape(total_pages)))
+
+
+def lease_tensor(leases: npt.NDArray[np.int64]) -> Any:
+    """A receiver's lease words as a tensor over the same memory. Raises ValueError when they are not aligned int64."""
+    if leases.dtype != np.int64 or leases.ndim != 1 or leases.ctypes.data % ALIGNMENT:
+        raise ValueError(f"lease words must be int64, aligned to {ALIGNMENT}")
+    return tvm.runtime.from_dlpack(leases)
 
 
 class Staging:

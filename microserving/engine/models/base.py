@@ -6,7 +6,7 @@ Owns: the signature of a step in the graph. Does not know an architecture, files
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 import tvm
@@ -21,6 +21,8 @@ from microserving.engine.kernels.matmul import CODE_BITS, GROUP, MatmulShape, Ti
 from microserving.engine.kernels.matmul_int8 import QUADS, matmul_int8_kernel
 from microserving.engine.kernels.plan import TASK_FIELDS, AttentionShape
 from microserving.engine.kernels.quantise import quantise_kernel
+from microserving.engine.kernels.slot_copy import NAME as COPY
+from microserving.engine.kernels.slot_copy import copy_kernel
 from microserving.model_files import ModelConfig
 from microserving.protocol.kv_layout import KVLayout
 
@@ -144,12 +146,14 @@ def step_signature(spec: ModelSpec) -> dict[str, Any]:
 
 
 def put_signature(spec: ModelSpec) -> dict[str, Any]:
-    """Inputs of ``step_put``: those of ``step``, then another engine's pool, its slots, and times; gives (logits, times)."""
+    """Inputs of ``step_put``: those of ``step``, then the fields of ``RemoteInputs``; gives (logits, times)."""
     tensor = nn.spec.Tensor
     return {
         **step_signature(spec),
         "remote_pool": tensor(_pool_shape(spec, "remote_pages"), spec.layout.dtype),
         "remote_slots": tensor(["n"], "int32"),
+        "remote_guards": tensor(["n", 2], "int64"),
+        "leases": tensor(["words"], "int64"),
         "times": tensor([spec.layout.layers, 3], "int64"),
     }
 
@@ -160,7 +164,7 @@ def _pool_shape(spec: ModelSpec, pages: str) -> list[int | str]:
 
 
 def export(model: StepModel, spec: ModelSpec) -> tuple[tvm.IRModule, list[str]]:
-    """The graph of both step functions, and the names of its parameters in order."""
+    """The graph of both step functions, the slot copy beside it, and the names of the graph's parameters in order."""
     modes = {"param_mode": "packed", "effect_mode": "none"}
     module, parameters = model.export_tvm(
         {
@@ -168,6 +172,8 @@ def export(model: StepModel, spec: ModelSpec) -> tuple[tvm.IRModule, list[str]]:
             "step_put": {**put_signature(spec), "$": modes},
         }
     )
+    layout = spec.layout
+    module[COPY] = copy_kernel(layout.kv_heads, layout.head_dim, layout.page_size, layout.dtype)
     return module, [name for name, _ in parameters]
 
 
@@ -247,10 +253,24 @@ class Matrix(nn.Module):  # type: ignore[misc]
         )
 
 
+@dataclass(frozen=True)
+class RemoteInputs:
+    """What a step that puts takes besides. Row i of slots and guards is token i of the step.
+
+    pool, leases: the receiver's; slots: int32 [n], guards: int64 [n, 2] (``kernels.kv_write``); times: int64 [layers, 3].
+    """
+
+    pool: Any
+    slots: Any
+    guards: Any
+    leases: Any
+    times: Any
+
+
 class KVWriter:
     """Puts each layer's K/V into the pool, and into another engine's when the step has one."""
 
-    def __init__(self, spec: ModelSpec, slots: Any, pool: Any, remote: tuple[Any, Any, Any] | None) -> None:
+    def __init__(self, spec: ModelSpec, slots: Any, pool: Any, remote: RemoteInputs | None) -> None:
         layout = spec.layout
         self._sizes = (layout.kv_heads, layout.head_dim, layout.page_size, layout.dtype)
         self._slots, self.pool, self._remote = slots, pool, remote
@@ -258,7 +278,7 @@ class KVWriter:
     @property
     def times(self) -> Any:
         """The times tensor as the last stamp left it."""
-        return None if self._remote is None else self._remote[2]
+        return None if self._remote is None else self._remote.times
 
     def write(self, k: Any, v: Any, layer: int) -> None:
         index = tirx.IntImm("int64", layer)
@@ -266,15 +286,15 @@ class KVWriter:
             append_kernel(*self._sizes), "append", [k, v, self._slots, self.pool, index], 3
         )
         if self._remote is not None:
-            pool, slots, times = self._remote
-            times = call_inplace(put_kernel(*self._sizes), "put", [k, v, slots, pool, index, times], 5)
-            self._remote = (pool, slots, times)
+            to = self._remote
+            args = [k, v, to.slots, to.guards, to.pool, to.leases, index, to.times]
+            self._remote = replace(to, times=call_inplace(put_kernel(*self._sizes), "put", args, 7))
 
     def layer_end(self, layer: int) -> None:
         if self._remote is not None:
-            pool, slots, times = self._remote
             index, column = tirx.IntImm("int64", layer), tirx.IntImm("int64", LAYER_END)
-            self._remote = (pool, slots, call_inplace(stamp_kernel(), "stamp", [times, index, column], 0))
+            times = call_inplace(stamp_kernel(), "stamp", [self._remote.times, index, column], 0)
+            self._remote = replace(self._remote, times=times)
 
 
 def attention(spec: ModelSpec, q: Any, pool: Any, layer: int, step: StepInputs) -> Any:

@@ -24,6 +24,7 @@ from microserving.engine.models.base import (
     ModelSpec,
     Parameters,
     QuantisedRows,
+    RemoteInputs,
     Scratch,
     StepInputs,
     attention,
@@ -174,6 +175,8 @@ class LlamaModel(nn.Module):  # type: ignore[misc]
         pool: Any,
         remote_pool: Any,
         remote_slots: Any,
+        remote_guards: Any,
+        leases: Any,
         times: Any,
     ) -> Any:
         inputs = StepInputs(
@@ -187,7 +190,8 @@ class LlamaModel(nn.Module):  # type: ignore[misc]
             merges,
             workspace,
         )
-        kv = KVWriter(self.spec, slots, pool, (remote_pool, remote_slots, times))
+        remote = RemoteInputs(remote_pool, remote_slots, remote_guards, leases, times)
+        kv = KVWriter(self.spec, slots, pool, remote)
         logits = self._logits(ids, inputs, logit_rows, kv)
         return logits, kv.times
 

@@ -1,4 +1,4 @@
-"""append and put write exactly the given slots; put and stamp say when."""
+"""append and put write exactly the given slots, put only while the row's guard holds; put and stamp say when."""
 
 from __future__ import annotations
 
@@ -54,6 +54,14 @@ def rows(n: int, seed: int = 0) -> tuple[Array, Array]:
     return k, v
 
 
+LEASES: Array = np.array([0, 0, 91, 12, 0], np.int64)
+
+
+def holding(n: int) -> Array:
+    """Guards of n rows, all of the lease in word 2."""
+    return np.tile(np.array([2, 91], np.int64), (n, 1))
+
+
 def expected_pool(pool: Array, k: Array, v: Array, slots: Array, layer: int, page_size: int) -> Array:
     """The layout's definition, element by element: K [head_dim, page_size], V [page_size, head_dim] in a page."""
     pool = pool.copy()
@@ -78,12 +86,34 @@ def test_append_and_put_write_the_given_slots_and_nothing_else(
         slots = rng.permutation(len(pool[0]) * page_size)[:n].astype("int32")
         slots[3::7] = -1
         target, times = tensor(pool), tensor(np.zeros((LAYERS, 3), "int64"))
-        arguments = [tensor(k), tensor(v), tensor(slots), target, 1] + ([times] if name == "put" else [])
-        compiled(name, page_size, dtype)(*arguments)
+        if name == "append":
+            compiled(name, page_size, dtype)(tensor(k), tensor(v), tensor(slots), target, 1)
+        else:
+            guards = tensor(holding(n))
+            leases = tensor(LEASES)
+            compiled(name, page_size, dtype)(
+                tensor(k), tensor(v), tensor(slots), guards, target, leases, 1, times
+            )
         bits = f"uint{pool.itemsize * 8}"
         assert np.array_equal(
             target.numpy().view(bits), expected_pool(pool, k, v, slots, 1, page_size).view(bits)
         )
+
+
+@pytest.mark.case("PD-03")
+@pytest.mark.parametrize("n", [5, 200])  # serial and parallel
+def test_a_put_skips_the_rows_whose_guard_does_not_hold(n: int) -> None:
+    """Rows of four leases in turn: held, ended (word clear), ended (word given to lease 12), held."""
+    (k, v), remote = rows(n), empty_pool(20, 16, "float16")
+    slots = np.random.default_rng(2).permutation(20 * 16)[:n].astype("int32")
+    leases: Array = np.array([70, 0, 12, 73], np.int64)
+    guards = np.stack([np.arange(n) % 4, 70 + np.arange(n) % 4], axis=1)
+    target, times = tensor(remote), tensor(np.zeros((LAYERS, 3), "int64"))
+    compiled("put")(tensor(k), tensor(v), tensor(slots), tensor(guards), target, tensor(leases), 2, times)
+    held = np.isin(np.arange(n) % 4, (0, 3))
+    expected = expected_pool(remote, k, v, np.where(held, slots, -1), 2, 16)
+    assert np.array_equal(target.numpy(), expected, equal_nan=True)
+    assert times.numpy()[2, PUT_BEGIN] <= times.numpy()[2, PUT_END]
 
 
 def test_half_rounding_is_ieee_nearest_even() -> None:
@@ -107,7 +137,8 @@ def test_put_and_stamp_read_the_monotonic_clock_in_order() -> None:
     pool, times = tensor(empty_pool(30, 16, "float16")), tensor(np.full((LAYERS, 3), -1, "int64"))
     begin = time.monotonic_ns()
     for layer in (0, 2):
-        compiled("put")(tensor(k), tensor(v), tensor(slots), pool, layer, times)
+        guards, leases = tensor(holding(300)), tensor(LEASES)
+        compiled("put")(tensor(k), tensor(v), tensor(slots), guards, pool, leases, layer, times)
         compiled("stamp")(times, layer, LAYER_END)
     end = time.monotonic_ns()
     seen = times.numpy()
@@ -127,7 +158,8 @@ def test_times_and_pools_inside_a_relax_function() -> None:
     own, remote = empty_pool(5, 16, "float16"), empty_pool(9, 16, "float16")
     pool, peer, times = tensor(own), tensor(remote), tensor(np.zeros((LAYERS, 3), "int64"))
     begin = time.monotonic_ns()
-    run(tensor(k), tensor(v), tensor(slots), pool, tensor(slots + 64), peer, times)
+    guards, leases = tensor(holding(n)), tensor(LEASES)
+    run(tensor(k), tensor(v), tensor(slots), pool, tensor(slots + 64), guards, peer, leases, times)
     stamps = [begin, *times.numpy().reshape(-1), time.monotonic_ns()]
     assert stamps == sorted(stamps)
     for layer in range(LAYERS):
@@ -151,8 +183,9 @@ def _relax_function(n: int, layout: KVLayout) -> Callable[..., Any]:
     tokens, slot_type = relax.TensorType((n, HEADS, DIM), "float32"), relax.TensorType((n,), "int32")
     pool_type, peer_type = (relax.TensorType(layout.shape(pages), layout.dtype) for pages in (5, 9))
     times_type = relax.TensorType((layout.layers, 3), "int64")
-    types = [tokens, tokens, slot_type, pool_type, slot_type, peer_type, times_type]
-    k, v, slots, pool, peer_slots, peer, times = variables = [
+    guards_type, leases_type = relax.TensorType((n, 2), "int64"), relax.TensorType((len(LEASES),), "int64")
+    types = [tokens, tokens, slot_type, pool_type, slot_type, guards_type, peer_type, leases_type, times_type]
+    k, v, slots, pool, peer_slots, guards, peer, leases, times = variables = [
         relax.Var(f"x{i}", x) for i, x in enumerate(types)
     ]
     with builder.function("main", variables):
@@ -160,8 +193,8 @@ def _relax_function(n: int, layout: KVLayout) -> Callable[..., Any]:
             for layer in map(relax.prim_value, range(layout.layers)):
                 call = relax.op.call_tir_inplace
                 pool = builder.emit(call(append, relax.Tuple([k, v, slots, pool, layer]), [3], pool_type))
-                inputs = relax.Tuple([k, v, peer_slots, peer, layer, times])
-                times = builder.emit(call(put, inputs, [5], times_type))
+                inputs = relax.Tuple([k, v, peer_slots, guards, peer, leases, layer, times])
+                times = builder.emit(call(put, inputs, [7], times_type))
                 inputs = relax.Tuple([times, layer, relax.prim_value(LAYER_END)])
                 times = builder.emit(call(stamp, inputs, [0], times_type))
             result = builder.emit_output(relax.Tuple([pool, times]))
