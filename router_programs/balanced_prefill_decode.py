@@ -1,20 +1,32 @@
 """Prefill/decode disaggregation in which the decode engine takes a share of the prompt.
 
 A prefill engine that is the bottleneck gets less to do: with ``pd_balance_factor`` 0.1 the decode engine computes the
-last tenth of every prompt itself. 0 is plain prefill/decode; at 1 the decode engine does everything.
+last tenth of every prompt itself. 0 is plain prefill/decode; at 1 the decode engine does everything. ``auto`` splits
+every prompt so that both engines are done with all they have at the same time, by their measured rates and queues;
+when most of a prompt is cached, the prefill engine is left out.
 """
 
+from typing import Literal
+
+from microserving.policies import balanced_end
 from microserving.program import Chunks, Cluster, Fraction, Program, Request
 
 
 class BalancedPrefillDecode(Program):
-    pd_balance_factor: Fraction = 0.1
+    pd_balance_factor: Fraction | Literal["auto"] = 0.1
 
     async def route(self, request: Request, cluster: Cluster) -> Chunks:
         prefill = cluster.prefill.least_loaded()
         decode = cluster.decode.least_loaded()
-        end = request.split(self.pd_balance_factor)
-        received = await decode.prep_recv(request, end=end)
-        await prefill.remote_send(request, to=received)  # returns at once when everything was matched
-        async for chunk in decode.start_generate(request, begin=end):
+        begin = 0
+        if self.pd_balance_factor == "auto":
+            matched = await decode.match_prefix(request)
+            end = balanced_end(request.prompt_length, matched, prefill.load, decode.load)
+        else:
+            matched, end = 0, request.split(self.pd_balance_factor)
+        if end > matched:
+            received = await decode.prep_recv(request, end=end)
+            await prefill.remote_send(request, to=received)  # returns at once when everything was matched
+            begin = end
+        async for chunk in decode.start_generate(request, begin=begin):
             yield chunk

@@ -107,9 +107,9 @@ class Pool:
     async def matched(self, request: Request) -> dict[EngineClient, int]:
         """How many leading prompt tokens each engine of the pool has cached, by asking them all at once.
 
-        One that fails or does not answer soon counts as what the index believes of it.
+        One that fails or does not answer soon counts as what the index believes of it. Never empty: raises NoEngine.
         """
-        engines = self._live()
+        engines = self._some()
         believed = self._state.index.look_up(request.cache_salt, request.prompt_token_ids).matched
         asked = (_ask(self._seen(engine), request, believed.get(engine.id, 0)) for engine in engines)
         answers = await asyncio.gather(*asked)
@@ -128,11 +128,7 @@ class Pool:
             raise ValueError(f"unknown policy {policy!r}; there are: {', '.join(POLICIES)}")
         if policy in NEED_REQUEST and request is None:
             raise ValueError(f"the policy {policy!r} needs the request")
-        engines = self._live()
-        if not engines:
-            raise NoEngine(
-                f"no {self._name} engine is reachable".replace("  ", " "), retry_after_s=_RETRY_AFTER_S
-            )
+        engines = self._some()
         turn = self._state.turns[policy]
         self._state.turns[policy] += 1
         if request is None:
@@ -159,6 +155,13 @@ class Pool:
             return engines
         others = [engine for engine in engines if engine not in self._without]
         return others if others or self._strictly else engines
+
+    def _some(self) -> Sequence[EngineClient]:
+        engines = self._live()
+        if not engines:
+            name = f"{self._name} engine" if self._name else "engine"
+            raise NoEngine(f"no {name} is reachable", retry_after_s=_RETRY_AFTER_S)
+        return engines
 
     def _choose_for(
         self,

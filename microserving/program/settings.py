@@ -13,6 +13,9 @@ from microserving.errors import ProgramError
 Fraction = Annotated[float, Field(ge=0, le=1)]
 """A number in [0, 1]."""
 
+_MAX_REASONS = 3
+"""Of one wrong value: a union tells of each of its members."""
+
 
 def setting_types(program: type) -> dict[str, Any]:
     """Every setting of a program class with its annotation, inherited ones first.
@@ -55,7 +58,7 @@ def _checked(program: type, name: str, hint: Any, given: Mapping[str, object]) -
         # strict for a bool: `true` is no number
         return TypeAdapter(hint).validate_python(value, strict=isinstance(value, bool))
     except ValidationError as error:
-        reason = error.errors()[0]["msg"]
+        reason = " / ".join(dict.fromkeys(fault["msg"] for fault in error.errors()[:_MAX_REASONS]))
         raise ProgramError(
             f"{program.__name__}: {what} {name!r} is wrong: {reason} (got {value!r})", param=name
         ) from error

@@ -1,17 +1,23 @@
 from __future__ import annotations
 
+import asyncio
 from collections import Counter
 from collections.abc import Callable
 
 import pytest
 
-from microserving.errors import NoEngine
-from microserving.program import Cluster, EngineClient, EngineLoad
-from microserving.program.testing import FakeCluster
+from microserving.errors import ConfigError, EngineUnavailable, NoEngine
+from microserving.policies import POLICIES
+from microserving.program import Cluster, EngineClient, EngineLoad, EngineRole, Pool
+from microserving.program.testing import FakeCluster, FakeEngine, make_request
 
 
 def ids(engines: object) -> list[str]:
     return [engine.id for engine in engines]  # type: ignore[attr-defined]
+
+
+def as_it_is(engine: EngineClient) -> EngineClient:
+    return engine
 
 
 def test_pools_in_stable_order() -> None:
@@ -82,3 +88,154 @@ def test_no_engine(pool: str, message: str) -> None:
 def test_an_unknown_policy_names_the_known_ones() -> None:
     with pytest.raises(ValueError, match="unknown policy 'best'; there are: round_robin, least_loaded"):
         FakeCluster().all.choose("best")
+
+
+PROMPT = list(range(400))
+
+
+def test_every_policy_is_a_method_of_the_pool() -> None:
+    request = make_request(PROMPT)
+    for name in POLICIES:
+        cluster = FakeCluster(decode=1)
+        assert cluster.decode.choose(name, request).id == "decode-0"
+        method = getattr(Pool, name)
+        needs_request = method.__code__.co_argcount == 2
+        chosen = method(cluster.decode, request) if needs_request else method(cluster.decode)
+        assert chosen.id == "decode-0"
+
+
+@pytest.mark.parametrize("policy", ["prompt_length", "prefix_aware"])
+def test_some_policies_need_the_request(policy: str) -> None:
+    with pytest.raises(ValueError, match=f"the policy '{policy}' needs the request"):
+        FakeCluster().decode.choose(policy)
+
+
+def test_a_prompt_goes_where_its_beginning_went() -> None:
+    cluster = FakeCluster(prefill=0, decode=3)
+    first = cluster.decode.prefix_aware(make_request(PROMPT))
+    others = {cluster.decode.prefix_aware(make_request([i] * 400)).id for i in range(20)}
+    assert len(others) == 3
+    for length in (400, 200, 64):
+        assert cluster.all.prefix_aware(make_request([*PROMPT[:length], 7, 8])).id == first.id
+
+
+def test_what_was_sent_under_another_salt_is_not_seen() -> None:
+    cluster = FakeCluster(prefill=0, decode=2)
+    red = [cluster.decode.prefix_aware(make_request(PROMPT, cache_salt="red")).id for _ in range(4)]
+    assert len(set(red)) == 1
+    cluster.decode.prefix_aware(make_request([1] * 400))  # so that it is nobody's turn by chance
+    blue = [cluster.decode.prefix_aware(make_request(PROMPT, cache_salt=f"blue {i}")).id for i in range(4)]
+    assert len(set(blue)) == 2
+
+
+def test_exact_asks_the_engines_and_believes_the_index_of_those_that_fail() -> None:
+    async def scenario() -> None:
+        cluster = FakeCluster(prefill=0, decode=3)
+        request = make_request(PROMPT)
+        cluster["decode-1"].matched = 300
+        cluster["decode-2"].failures["match_prefix"] = EngineUnavailable("gone")
+        assert list((await cluster.decode.matched(request)).values()) == [0, 300, 0]
+        assert (await cluster.decode.prefix_aware_exact(request)).id == "decode-1"
+        cluster["decode-1"].matched = 0
+        cluster.index.routed(cluster.index.look_up("", PROMPT), "r", "decode-2")
+        assert list((await cluster.decode.matched(request)).values()) == [0, 0, 384]
+        assert (await cluster.decode.prefix_aware_exact(request)).id == "decode-2"
+
+    asyncio.run(scenario())
+
+
+def test_a_burst_is_spread_before_the_load_is_told() -> None:
+    """Long prompts in one go: each one counts for the next, until the engine says itself what it has."""
+    cluster = FakeCluster(prefill=2, decode=0)
+    for engine in cluster.engines.values():
+        engine.load = EngineLoad(prefill_tokens_per_s=1000.0)
+    burst = [cluster.prefill.prompt_length(make_request(range(1000))).id for _ in range(6)]
+    assert Counter(burst) == {"prefill-0": 3, "prefill-1": 3}
+    cluster["prefill-0"].load = EngineLoad(prefill_tokens_per_s=1000.0)  # it is done with its three
+    after = [cluster.prefill.prompt_length(make_request(range(1000))).id for _ in range(3)]
+    assert after == ["prefill-0"] * 3
+
+
+class Serving(FakeEngine):
+    """Tells any number of requests in flight."""
+
+    running = 0
+
+    @property
+    def in_flight(self) -> int:
+        return self.running
+
+
+@pytest.mark.case("RT-03")
+def test_a_hot_prefix_does_not_overload_one_engine() -> None:
+    """1,000 requests with one system prompt of 400 tokens; every one runs for 24 arrivals, 40 when it is no hit."""
+    engines = [Serving(f"decode-{i}", "decode") for i in range(4)]
+    pool = Pool("decode", lambda: engines)
+    ends: list[tuple[int, Serving]] = []
+    holders: set[str] = set()
+    worst = 0.0
+    for now in range(1000):
+        for end, engine in [pair for pair in ends if pair[0] <= now]:
+            engine.running -= 1
+            ends.remove((end, engine))
+        chosen = pool.prefix_aware(make_request([*PROMPT, *([now] * 40)], request_id=str(now)))
+        assert isinstance(chosen, Serving)
+        chosen.running += 1
+        ends.append((now + (24 if chosen.id in holders else 40), chosen))
+        holders.add(chosen.id)
+        if now >= 100:
+            loads = [engine.running for engine in engines]
+            worst = max(worst, max(loads) / (sum(loads) / 4))
+    assert worst <= 1.5
+    assert len(holders) >= 2
+
+
+def test_little_traffic_stays_where_its_prefix_is() -> None:
+    engines = [Serving(f"decode-{i}", "decode") for i in range(4)]
+    pool = Pool("decode", lambda: engines)
+    chosen = {pool.prefix_aware(make_request([*PROMPT, i])).id for i in range(50)}
+    assert len(chosen) == 1
+
+
+def test_roles_change_at_run_time() -> None:
+    async def scenario() -> None:
+        cluster = FakeCluster(prefill=2, decode=1)
+        roles: list[tuple[EngineRole, list[str], list[str]]] = [
+            ("decode", ["prefill-0"], ["prefill-1", "decode-0"]),
+            ("hybrid", ["prefill-0", "prefill-1"], ["prefill-1", "decode-0"]),
+            ("prefill", ["prefill-0", "prefill-1"], ["decode-0"]),
+        ]
+        for role, prefill, decode in roles:
+            await cluster.set_role(cluster["prefill-1"], role)
+            assert (ids(cluster.prefill), ids(cluster.decode)) == (prefill, decode)
+        bound = cluster.bound(seen=as_it_is, chosen=as_it_is)
+        await bound.set_role(cluster["decode-0"], "prefill")
+        assert (len(cluster.decode), bound.metrics) == (0, cluster.metrics)
+        with pytest.raises(ValueError, match="unknown role 'router'"):
+            await cluster.set_role(cluster["decode-0"], "router")  # type: ignore[arg-type]
+
+    asyncio.run(scenario())
+
+
+def test_fixed_roles_are_refused_with_a_typed_error() -> None:
+    cluster = Cluster(prefill=list, decode=list, all=list)
+    with pytest.raises(ConfigError, match="are fixed"):
+        asyncio.run(cluster.set_role(FakeEngine("e", "decode"), "prefill"))
+
+
+@pytest.mark.parametrize("strictly", [False, True])
+def test_engines_that_an_attempt_does_without(strictly: bool) -> None:
+    cluster = FakeCluster(decode=2)
+    without: set[EngineClient] = set()
+    bound = cluster.bound(seen=as_it_is, chosen=as_it_is, without=without, strictly=strictly)
+    assert len(bound.decode) == 2
+    without.add(cluster["decode-0"])
+    assert ids(bound.decode) == ["decode-1"]
+    assert [bound.decode.round_robin().id for _ in range(3)] == ["decode-1"] * 3
+    without.add(cluster["decode-1"])
+    if strictly:
+        with pytest.raises(NoEngine):
+            bound.decode.least_loaded()
+    else:
+        assert len(bound.decode) == 2
+    assert len(cluster.decode) == 2

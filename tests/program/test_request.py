@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import asyncio
 import math
 from fractions import Fraction
 
@@ -7,7 +8,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from microserving.program import Request
 from microserving.program.testing import make_request
+from microserving.protocol.generation import GenerationRequest, SamplingParams, StopParams
 
 
 @pytest.mark.parametrize(
@@ -58,3 +61,35 @@ def test_split_refuses_what_is_no_share(factor: float) -> None:
 @pytest.mark.case("PD-46")
 def test_prompt_length_counts_tokens() -> None:
     assert make_request([5, 6, 7]).prompt_length == 3
+
+
+def test_a_request_is_the_generation_under_another_id() -> None:
+    generation = GenerationRequest(
+        "client",
+        (1, 2),
+        SamplingParams(seed=7),
+        StopParams(5),
+        cache_salt="salt",
+        timeout_s=3.0,
+        resume_output_ids=(4,),
+        metadata={"m": "1"},
+        headers={"x-h": "2"},
+    )
+    request = Request.of(generation, request_id="own", deadline=9.5)
+    assert (request.request_id, request.deadline) == ("own", 9.5)
+    for name in GenerationRequest.__dataclass_fields__:
+        assert name == "request_id" or getattr(request, name) == getattr(generation, name)
+
+
+def test_the_time_that_is_left() -> None:
+    async def scenario() -> None:
+        assert make_request([1]).remaining_s is None
+        now = asyncio.get_running_loop().time()
+        left = Request.of(make_request([1]), request_id="r", deadline=now + 60).remaining_s
+        assert left is not None
+        assert 50 < left <= 60
+        late = Request.of(make_request([1]), request_id="r", deadline=now - 1).remaining_s
+        assert late is not None
+        assert late < 0
+
+    asyncio.run(scenario())

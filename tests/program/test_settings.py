@@ -23,6 +23,7 @@ class _Example(_Base):
     names: list[str] = []  # noqa: RUF012 - copied for every instance
     tries: Annotated[int, Field(ge=1)] = 2
     verbose: bool = False
+    factor: Fraction | Literal["auto"] = "auto"
     limit: ClassVar[int] = 7
     _private: int = 3
 
@@ -42,12 +43,23 @@ def test_defaults_and_inheritance() -> None:
         "names",
         "tries",
         "verbose",
+        "factor",
     ]
 
 
 def test_values_are_set_and_converted() -> None:
     program = _Example(plain="0.5", tries="3", verbose="true", pd_balance_factor=1)
     assert (program.plain, program.tries, program.verbose, program.pd_balance_factor) == (0.5, 3, True, 1.0)
+
+
+@pytest.mark.parametrize(("given", "value"), [("auto", "auto"), ("0.3", 0.3), (0, 0.0), (1, 1.0)])
+def test_a_number_or_a_word(given: object, value: object) -> None:
+    assert _Example(factor=given).factor == value
+
+
+def test_a_wrong_union_tells_of_all_its_members() -> None:
+    with pytest.raises(ProgramError, match="a valid number.* / Input should be 'auto'"):
+        _Example(factor="fast")
 
 
 def test_a_mutable_default_is_not_shared() -> None:
@@ -70,6 +82,8 @@ def test_a_mutable_default_is_not_shared() -> None:
         ("policy", "fastest"),
         ("names", "one"),
         ("verbose", 3),
+        ("factor", 1.5),
+        ("factor", True),
     ],
 )
 @pytest.mark.case("PD-29")
