@@ -78,7 +78,7 @@ def append_kernel(kv_heads: int, head_dim: int, page_size: int, kv_dtype: KVDtyp
 
 
 @T.inline
-def read_lease_word(held, leases, word):  # type: ignore[no-untyped-def]
+def read_lease_word(held: Any, leases: Any, word: Any) -> None:
     """held[0] = leases[word], read again each time: another process changes it.
 
     A volatile copy of 8 bytes is one load; TVM has no volatile or atomic load of its own, and LLVM takes a plain one out
@@ -97,7 +97,7 @@ def read_lease_word(held, leases, word):  # type: ignore[no-untyped-def]
 
 
 @T.inline
-def read_clock(clock, times, layer, column):  # type: ignore[no-untyped-def]
+def read_clock(clock: Any, times: Any, layer: Any, column: Any) -> None:
     """times[layer, column] = now. libc's clock_gettime; the call is opaque, so LLVM neither drops nor moves it."""
     if T.call_extern("int32", "clock_gettime", _CLOCK_MONOTONIC, clock.data) == 0:
         times[layer, column] = clock[0] * T.int64(1_000_000_000) + clock[1]
