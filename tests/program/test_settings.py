@@ -58,7 +58,7 @@ def test_a_number_or_a_word(given: object, value: object) -> None:
 
 
 def test_a_wrong_union_tells_of_all_its_members() -> None:
-    with pytest.raises(ProgramError, match="a valid number.* / Input should be 'auto'"):
+    with pytest.raises(ProgramError, match=r"a valid number.* / Input should be 'auto'"):
         _Example(factor="fast")
 
 
