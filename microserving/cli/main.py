@@ -21,6 +21,8 @@ COMMANDS = {
     "up": "start a whole cluster on this machine: engines, router, model",
     "serve": "start one engine",
     "router": "start a router that runs a program over engines",
+    "program": "check router programs, and deploy them to a running cluster",
+    "engines": "list, add, remove or change the engines of a running cluster",
     "model": "fetch, list or show models",
 }
 """Sub-command -> one line of help. Module `microserving.cli.NAME` has `add_arguments(parser)` and `run(options)`."""

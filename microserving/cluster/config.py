@@ -47,6 +47,7 @@ OWNED_ROUTER_FIELDS: Mapping[str, str] = MappingProxyType(
         "serving_bind": "router.address",
         "port": "router.address",
         "cluster_secret_file": "cluster.secret_file",
+        "admin_socket": "no key, it is made for each run",
     }
 )
 """The same for ``RouterConfig`` and `[router]`."""

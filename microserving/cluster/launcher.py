@@ -50,15 +50,20 @@ class Commands:
         return ("-m", "microserving", "model", "fetch", *cache, "--", model)
 
     def check_program(self, node: RouterNode) -> tuple[str, ...]:
-        return (*self.router(node), "--check")
+        settings = _set_flags(node)
+        pools = [f"--prefill={len(node.config.prefill_peers)}", f"--decode={len(node.config.decode_peers)}"]
+        return ("-m", "microserving", "program", "check", *pools, *settings, "--", node.config.program)
 
     def engine(self, node: EngineNode) -> tuple[str, ...]:
         return ("-m", "microserving", "serve", *to_flags(node.config))
 
     def router(self, node: RouterNode) -> tuple[str, ...]:
-        settings = [f"--set={key}={json.dumps(value)}" for key, value in node.config.program_settings.items()]
         flags = to_flags(node.config, skip={"program_settings"})
-        return ("-m", "microserving", "router", *flags, *settings)
+        return ("-m", "microserving", "router", *flags, *_set_flags(node))
+
+
+def _set_flags(node: RouterNode) -> list[str]:
+    return [f"--set={key}={json.dumps(value)}" for key, value in node.config.program_settings.items()]
 
 
 class Launcher:
@@ -224,7 +229,19 @@ def welcome(topology: Topology) -> list[str]:
         f'  prompt = {{"model": {json.dumps(model)}, "prompt": "Once upon a time"}}',
         "  print(client.completions.create(**prompt, temperature=0, max_tokens=32).choices[0].text)",
         "",
+        *_how_to_change(topology),
         "Ctrl-C stops everything.",
+    ]
+
+
+def _how_to_change(topology: Topology) -> list[str]:
+    """Only a router can be given another program."""
+    if topology.router is None:
+        return []
+    return [
+        "  microserving program deploy FILE     another router program, while requests run",
+        "  microserving program status          what is in charge; `rollback` puts the one before in charge",
+        "",
     ]
 
 
@@ -236,6 +253,7 @@ def _ready_state(supervisor: Supervisor, topology: Topology, directory: Path) ->
         "pids": supervisor.pids(),
         "nodes": {node.config.node_id: node.address.url for node in topology.engines},
         "program": None if topology.router is None else topology.router.config.program,
+        "admin": None if topology.router is None else str(topology.router.config.admin_socket),
         "runtime_dir": str(directory),
     }
 

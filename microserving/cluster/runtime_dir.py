@@ -19,6 +19,8 @@ from microserving.errors import StartupError
 
 _PREFIX = "microserving-up-"
 _LOCK = "lock"
+ADMIN_SOCKET = "admin.sock"
+"""Where the router of the cluster has its admin routes."""
 
 
 @contextmanager
@@ -42,6 +44,13 @@ def runtime_dir(base: Path | None = None) -> Iterator[Path]:
         shutil.rmtree(path, ignore_errors=True)
 
 
+def admin_sockets(base: Path | None = None) -> list[Path]:
+    """The admin sockets of this user's clusters that run now, sorted."""
+    base = default_base() if base is None else base
+    found = [path for path in base.glob(f"{_PREFIX}*/{ADMIN_SOCKET}") if path.is_socket()]
+    return sorted(path for path in found if _is_ours(path.parent) and not _is_stale(path.parent))
+
+
 def default_base() -> Path:
     """XDG_RUNTIME_DIR when it is a writable directory, else the temporary directory."""
     named = os.environ.get("XDG_RUNTIME_DIR")
@@ -58,12 +67,19 @@ def _remove_stale(base: Path) -> None:
 
 def _is_stale(path: Path) -> bool:
     """Whether ``path`` is ours (this user's, with a lock file) and its launcher is gone."""
+    if not _is_ours(path):
+        return False
     try:
-        info = path.lstat()
-        if not stat.S_ISDIR(info.st_mode) or info.st_uid != os.getuid():
-            return False
         with (path / _LOCK).open("r+") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             return True
     except OSError:
         return False
+
+
+def _is_ours(path: Path) -> bool:
+    try:
+        info = path.lstat()
+    except OSError:
+        return False
+    return stat.S_ISDIR(info.st_mode) and info.st_uid == os.getuid()

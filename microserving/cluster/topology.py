@@ -5,7 +5,7 @@ Pure but for ``claim_ports`` (it looks which ports are free). Starts nothing.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,6 +14,7 @@ from pydantic import BaseModel
 
 from microserving.cluster.addresses import Address, claim_ports, parse_address
 from microserving.cluster.config import ClusterConfig, RouterSection
+from microserving.cluster.runtime_dir import ADMIN_SOCKET
 from microserving.engine.config import EngineConfig
 from microserving.router.config import RouterConfig
 
@@ -82,7 +83,7 @@ def plan(
         name=config.cluster.name,
         model=config.model.name,
         engines=engines,
-        router=None if router is None else _router_node(router, addresses["router"], engines, secret_file),
+        router=None if router is None else _router_node(router, addresses["router"], engines, common),
     )
 
 
@@ -120,8 +121,9 @@ def _engine_node(settings: dict[str, Any], address: Address, cpus: frozenset[int
 
 
 def _router_node(
-    section: RouterSection, address: Address, engines: Sequence[EngineNode], secret_file: Path
+    section: RouterSection, address: Address, engines: Sequence[EngineNode], common: Mapping[str, Path]
 ) -> RouterNode:
+    """common: what all processes share."""
     disaggregated = any(engine.config.node_role == "prefill" for engine in engines)
     settings = {
         "program": section.program or ("prefill_decode" if disaggregated else "round_robin"),
@@ -130,7 +132,8 @@ def _router_node(
         "decode_peers": _peers(engines, "decode"),
         "serving_bind": address.host,
         "port": address.port,
-        "cluster_secret_file": secret_file,
+        "cluster_secret_file": common["cluster_secret_file"],
+        "admin_socket": common["runtime_dir"] / ADMIN_SOCKET,
     }
     return RouterNode(RouterConfig.model_validate(settings | (section.model_extra or {})), address)
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ast
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -27,11 +26,11 @@ from microserving.router.deployment import Deployer
 from microserving.router.program_host import ProgramHost, Version, VersionState
 from microserving.router.program_loader import (
     MAX_PROGRAM_BYTES,
-    SHIPPED_DIR,
     ProgramSource,
     read_program,
     shipped_programs,
     source_of,
+    summary,
 )
 
 MAX_BODY_BYTES = 4 * MAX_PROGRAM_BYTES
@@ -97,7 +96,7 @@ class ProgramStatus(BaseModel):
 
 
 class ShippedProgram(BaseModel):
-    """summary: the first sentence of its docstring."""
+    """summary: the first paragraph of its docstring."""
 
     name: str
     summary: str
@@ -180,13 +179,6 @@ async def read_body(request: Request, model: type[ModelT]) -> ModelT:
     body = parse_object(bytes(data))
     refuse_ignored(ignored_fields(model, body))
     return validate(model, body)
-
-
-def summary(name: str) -> str:
-    """The first sentence of a shipped program's docstring."""
-    tree = ast.parse((SHIPPED_DIR / f"{name}.py").read_bytes())
-    first = (ast.get_docstring(tree) or "").partition("\n\n")[0]
-    return " ".join(first.split())
 
 
 def shown_settings(version: Version) -> dict[str, Setting]:

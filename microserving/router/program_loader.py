@@ -90,6 +90,12 @@ def shipped_programs() -> list[str]:
     return sorted(path.stem for path in SHIPPED_DIR.glob("*.py"))
 
 
+def summary(name: str) -> str:
+    """The first paragraph of a shipped program's docstring, as one line."""
+    tree = ast.parse((SHIPPED_DIR / f"{name}.py").read_bytes())
+    return " ".join((ast.get_docstring(tree) or "").partition("\n\n")[0].split())
+
+
 def load_program(program: str, settings: Mapping[str, object] | None = None) -> LoadedProgram:
     """The program in the file ``program``, or the shipped one of that name, with its settings. Raises as
     ``load_source``."""

@@ -256,7 +256,8 @@ def test_router_check_needs_no_peers_and_says_what_is_good(run: Any, tmp_path: P
         "class MyProgram(Program):\n"
         "    pd_balance_factor: Fraction = 0.1\n"
         "    async def route(self, request, cluster):\n"
-        "        yield\n"
+        "        async for chunk in cluster.all.round_robin().start_generate(request):\n"
+        "            yield chunk\n"
     )
     ran = run("router", "--program", str(path), "--check")
     assert (ran.status, ran.out, ran.err) == (0, f"{path}: ok (MyProgram; pd_balance_factor=0.1)\n", "")

@@ -1,0 +1,202 @@
+"""`microserving program`: check router programs, put them in charge of a running cluster, and go back."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from microserving.cli.admin_client import AdminClient, add_admin_flags, add_json_flag, write_json, write_table
+from microserving.cli.settings import add_set_flag
+
+Action = Callable[[argparse.Namespace], int]
+
+_FILE_HELP = "a Python file, or the name of a program that comes with microserving"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.description = """\
+Router programs: Python files with one class whose `route` serves a request.
+
+  microserving program list                    what comes with microserving
+  microserving program show round_robin        its text, to copy and change
+  microserving program check mine.py           what is wrong with it, with file and line; runs it on engines in memory
+  microserving program deploy mine.py          put it in charge of the running cluster; running requests go on
+  microserving program rollback                put the one before in charge again"""
+    actions = parser.add_subparsers(
+        title="actions", metavar="ACTION", required=True, parser_class=argparse.ArgumentParser
+    )
+    _add_offline(actions)
+    _add_online(actions)
+
+
+def run(options: argparse.Namespace) -> int:
+    action: Action = options.action
+    return action(options)
+
+
+def _add_offline(actions: Any) -> None:
+    check = _add(
+        actions, "check", run_check, "load a program and try it on engines in memory; deploys nothing"
+    )
+    check.add_argument("program", metavar="FILE", help=_FILE_HELP)
+    add_set_flag(check)
+    check.add_argument("--prefill", type=int, default=1, metavar="N", help="prefill engines (default: 1)")
+    check.add_argument("--decode", type=int, default=1, metavar="N", help="decode engines (default: 1)")
+    add_json_flag(check)
+    add_json_flag(_add(actions, "list", run_list, "the programs that come with microserving"))
+    show = _add(actions, "show", run_show, "the text of a program, ready to copy")
+    show.add_argument("program", metavar="NAME", help=_FILE_HELP)
+
+
+def _add_online(actions: Any) -> None:
+    deploy = _add(actions, "deploy", run_deploy, "check a program and put it in charge of a running cluster")
+    deploy.add_argument("program", metavar="FILE", help=_FILE_HELP)
+    add_set_flag(deploy)
+    rollback = _add(actions, "rollback", run_rollback, "put the program before this one in charge again")
+    status = _add(
+        actions, "status", run_status, "what is in charge of a running cluster, and what was before"
+    )
+    for parser in (deploy, rollback, status):
+        add_admin_flags(parser)
+
+
+def _add(actions: Any, name: str, action: Action, line: str) -> argparse.ArgumentParser:
+    parser: argparse.ArgumentParser = actions.add_parser(
+        name, help=line, description=line, allow_abbrev=False
+    )
+    parser.set_defaults(action=action)
+    return parser
+
+
+def run_check(options: argparse.Namespace) -> int:
+    """Raises ProgramError with file and line when the program is not good."""
+    return check(
+        options.program,
+        dict(options.settings),
+        prefill=options.prefill,
+        decode=options.decode,
+        as_json=options.json,
+    )
+
+
+def check(
+    program: str,
+    settings: Mapping[str, Any],
+    *,
+    prefill: int = 1,
+    decode: int = 1,
+    as_json: bool = False,
+) -> int:
+    """Say that a program is good. Raises ProgramError when it is not."""
+    from microserving.router.dry_run import DryRun, dry_run
+    from microserving.router.program_loader import read_program
+
+    facts = dry_run(DryRun(read_program(program), dict(settings), prefill, decode))
+    if as_json:
+        write_json({"program": program, "class": facts.name, "settings": facts.settings})
+        return 0
+    shown = ", ".join(f"{name}={value}" for name, value in facts.settings.items())
+    sys.stdout.write(f"{program}: ok ({'; '.join(filter(None, [facts.name, shown]))})\n")
+    return 0
+
+
+def run_list(options: argparse.Namespace) -> int:
+    """One line a program: its name and what it does."""
+    from microserving.router.program_loader import shipped_programs, summary
+
+    programs = {name: summary(name) for name in shipped_programs()}
+    if options.json:
+        write_json([{"name": name, "summary": text} for name, text in programs.items()])
+    else:
+        write_table(list(programs.items()))
+    return 0
+
+
+def run_show(options: argparse.Namespace) -> int:
+    """The text, to be redirected into a file."""
+    from microserving.router.program_loader import read_program
+
+    sys.stdout.write(read_program(options.program).text.decode("utf-8", "replace"))
+    return 0
+
+
+def run_deploy(options: argparse.Namespace) -> int:
+    """The text is sent, not the name of the file: the router may run elsewhere."""
+    status = AdminClient.of(options).call("POST", "/admin/program/deploy", deployment(options))
+    return _tell(status, options)
+
+
+def deployment(options: argparse.Namespace) -> dict[str, Any]:
+    """The body of a deployment."""
+    from microserving.router.program_loader import SHIPPED_DIR, read_program
+
+    source = read_program(options.program)
+    if source.path.parent == SHIPPED_DIR:
+        body: dict[str, Any] = {"path": source.path.stem}
+    else:
+        body = {"path": str(source.path), "source": _text(source.path, source.text)}
+    return body | {"settings": dict(options.settings)}
+
+
+def run_rollback(options: argparse.Namespace) -> int:
+    status = AdminClient.of(options).call("POST", "/admin/program/rollback")
+    return _tell(status, options)
+
+
+def run_status(options: argparse.Namespace) -> int:
+    """The versions, the newest first."""
+    status = AdminClient.of(options).call("GET", "/admin/program")
+    if options.json:
+        write_json(status)
+        return 0
+    rows: list[tuple[str, ...]] = [
+        ("VERSION", "PROGRAM", "STATE", "SINCE", "RUNNING", "OK", "FAILED", "SETTINGS")
+    ]
+    rows += [_row(version) for version in status["versions"]]
+    write_table(rows)
+    if (last := status["last_rollback"]) is not None:
+        how = "automatically" if last["automatic"] else "by hand"
+        sys.stdout.write(
+            f"\nversion {last['version']} ({last['name']}) was rolled back {how} at {_clock(last['at'])}: "
+            f"{last['reason']}\n"
+        )
+    return 0
+
+
+def _tell(status: Mapping[str, Any], options: argparse.Namespace) -> int:
+    if options.json:
+        write_json(status)
+        return 0
+    now = status["in_charge"]
+    shown = _shown_settings(now["settings"])
+    sys.stdout.write(f"version {now['version']} is in charge: {now['name']}{shown and f' ({shown})'}\n")
+    return 0
+
+
+def _row(version: Mapping[str, Any]) -> tuple[str, ...]:
+    counts = [str(version[name]) for name in ("attempts", "ok", "failed")]
+    state = version["state"].replace("_", " ")
+    head = (str(version["version"]), version["name"], state, _clock(version["since"]))
+    return (*head, *counts, _shown_settings(version["settings"]) or "-")
+
+
+def _shown_settings(settings: Mapping[str, Any]) -> str:
+    return ", ".join(f"{name}={value}" for name, value in settings.items())
+
+
+def _clock(unix_time: float) -> str:
+    return time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(unix_time))
+
+
+def _text(path: Path, data: bytes) -> str:
+    from microserving.errors import ProgramError
+
+    try:
+        return data.decode("utf-8")
+    except UnicodeDecodeError as error:
+        line = data[: error.start].count(b"\n") + 1
+        raise ProgramError(f"{path}:{line}: not a text in UTF-8") from error
