@@ -7,6 +7,9 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
+import numpy as np
+import numpy.typing as npt
+
 from microserving.transports import Lease, Transport, create_transport
 from microserving.transports.fake import FakeNetwork, FakeTransport
 
@@ -40,6 +43,28 @@ class RecordingObserver:
     def wait_for(self, *event: object, timeout_s: float = TIMEOUT_S) -> None:
         with self._changed:
             assert self._changed.wait_for(lambda: event in self.events, timeout_s), self.events
+
+
+@dataclass
+class WatchingObserver(RecordingObserver):
+    """Notes which lease words hold whenever it is asked or told. on_begin: what happens while it says yes."""
+
+    words: npt.NDArray[np.int64] | None = None
+    held: list[list[int]] = field(default_factory=list)
+    on_begin: Callable[[Lease], object] = id
+
+    def begin_write(self, lease: Lease) -> bool:
+        self._look()
+        self.on_begin(lease)
+        return super().begin_write(lease)
+
+    def end_write(self, lease: Lease, ok: bool) -> bool:
+        self._look()
+        return super().end_write(lease, ok)
+
+    def _look(self) -> None:
+        assert self.words is not None
+        self.held.append(self.words[self.words != 0].tolist())
 
 
 @dataclass
