@@ -182,22 +182,25 @@ class PrefixCache:
         """
         if not self.enabled:
             return 0
-        duplicates = 0
+        new: list[int] = []
+        duplicates: list[int] = []
         first, end = handle.shared, len(tokens) // self.page_size
         data = _as_bytes(tokens[first * self.page_size : end * self.page_size])
         for index, key in enumerate(self._cut(data), first):
             parent = handle.tip()
             at, child = self._find(parent, key)
-            if child is not None:
-                self._allocator.release([pages[index]], owner)
-                pages[index] = child.page
-                duplicates += 1
-                self._pin(child)
-            else:
-                child = self._insert(parent, at, key, pages[index], owner)
+            if child is None:
+                child = self._insert(parent, at, key, pages[index])
+                new.append(child.page)
                 child.pins = 1
+            else:
+                duplicates.append(pages[index])
+                pages[index] = child.page
+                self._pin(child)
             handle._nodes.append(child)
-        return duplicates
+        self._allocator.transfer(new, owner, PageState.CACHED, CACHE)
+        self._allocator.release(duplicates, owner)
+        return len(duplicates)
 
     def publish_tail(self, handle: PrefixHandle, tokens: Seq[int], pages: Seq[int], owner: Hashable) -> bool:
         """Put the page of the tokens behind the handle's pages, less than a whole one, into the tree, not pinned.
@@ -213,7 +216,9 @@ class PrefixCache:
         at = bisect_left(parent.keys, tail)
         if at < len(parent.keys) and parent.keys[at].startswith(tail):
             return False
-        self._unpinned[self._insert(parent, at, tail, pages[handle.shared], owner)] = None
+        page = pages[handle.shared]
+        self._unpinned[self._insert(parent, at, tail, page)] = None
+        self._allocator.transfer([page], owner, PageState.CACHED, CACHE)
         return True
 
     def adopt(self, handle: PrefixHandle, tokens: Seq[int], pages: list[int], owner: Hashable) -> int:
@@ -237,10 +242,11 @@ class PrefixCache:
         """Free the ``count`` pages that were used least recently. Raises InternalError when fewer are evictable."""
         if count > self.evictable:
             raise InternalError(f"{count} pages to evict, {self.evictable} are evictable")
-        for _ in range(count):
-            node, _ = self._unpinned.popitem(last=False)
+        evicted = [self._unpinned.popitem(last=False)[0] for _ in range(count)]
+        for node in evicted:
             self._remove(node)
-        self.evicted_pages += max(count, 0)
+        self._allocator.release([node.page for node in evicted], CACHE)
+        self.evicted_pages += len(evicted)
 
     def check(self, handles: Iterable[PrefixHandle]) -> None:
         """Raises InternalError unless tree, pins and pages agree; ``handles``: all live ones. Costs O(pages)."""
@@ -293,14 +299,14 @@ class PrefixCache:
         found = at < len(parent.keys) and parent.keys[at] == key
         return at, parent.children[at] if found else None
 
-    def _insert(self, parent: _Node, at: int, key: bytes, page: int, owner: Hashable) -> _Node:
-        """A new child at its place; shorter last pages that it begins with are superseded."""
-        self._allocator.transfer([page], owner, PageState.CACHED, CACHE)
+    def _insert(self, parent: _Node, at: int, key: bytes, page: int) -> _Node:
+        """A new child at its place; shorter last pages that it begins with are superseded, and free."""
         while at and key.startswith(parent.keys[at - 1]) and not parent.children[at - 1].pins:
             at -= 1
             superseded = parent.children[at]
             del self._unpinned[superseded]
             self._remove(superseded)
+            self._allocator.release([superseded.page], CACHE)
         child = _Node(key, page, parent, 0, parent.salt)
         parent.keys.insert(at, key)
         parent.children.insert(at, child)
@@ -313,7 +319,6 @@ class PrefixCache:
             raise InternalError("only leaves leave the tree")
         at, _ = self._find(parent, node.key)
         del parent.keys[at], parent.children[at]
-        self._allocator.release([node.page], CACHE)
         self._pages -= 1
         self._drop_empty(parent)
 

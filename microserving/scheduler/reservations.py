@@ -91,6 +91,13 @@ class ReservationTable:
         revoked, self._revoked = self._revoked, []
         return revoked
 
+    def states(self) -> dict[LeaseState, int]:
+        """How many of the live leases are in each state that a live one has."""
+        counts = dict.fromkeys((LeaseState.ISSUED, LeaseState.WRITING, LeaseState.ARRIVED), 0)
+        for lease in self._live.values():
+            counts[lease.state] += 1
+        return counts
+
     def request_ids(self) -> list[str]:
         """Of the live leases."""
         return list(self._live)

@@ -33,7 +33,7 @@ from microserving.scheduler.page_allocator import PageCounts, PageState
 from microserving.scheduler.page_pool import Grant, PagePool
 from microserving.scheduler.prefill_order import PrefillBudget, prefill_order
 from microserving.scheduler.prefix_cache import PrefixCache
-from microserving.scheduler.reservations import LeasedPages, ReservationTable
+from microserving.scheduler.reservations import LeasedPages, LeaseState, ReservationTable
 from microserving.scheduler.sequence import Sequence, SequenceKind, SequenceState
 from microserving.scheduler.step import Chunk, Step
 
@@ -327,6 +327,11 @@ class Scheduler:
     @property
     def live_leases(self) -> int:
         return len(self._leases)
+
+    @property
+    def lease_states(self) -> dict[LeaseState, int]:
+        """How many live leases are in each state that a live one has."""
+        return self._leases.states()
 
     @property
     def next_deadline(self) -> float | None:
