@@ -88,6 +88,7 @@ def plan_generations(
             sampling=fields.sampling_params(derive_seed(seed, j)),
             stop=fields.stop_params(limits[i]),
             cache_salt=fields.cache_salt,
+            whole=not fields.stream,
             timeout_s=timeout_s,
             metadata=fields.metadata,
             headers=headers or {},

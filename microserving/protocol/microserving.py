@@ -6,22 +6,19 @@ router's engine client; knows neither HTTP nor the model.
 
 from __future__ import annotations
 
-import json
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict
 from typing import Annotated, Any, Final
 
 from pydantic import Field, PlainValidator, field_validator
 
-from microserving.errors import EngineUnavailable, InvalidRequest, MicroservingError, error_from_body
-from microserving.protocol.body import WireModel, invalid, validate
+from microserving.errors import InvalidRequest
+from microserving.protocol.body import WireModel, invalid
 from microserving.protocol.generation import (
-    GenerationChunk,
     GenerationRequest,
     Preemption,
     RemoteSendResult,
 )
 from microserving.protocol.openai import INT32_MAX, MAX_NAME_CHARS, CompletionRequest, Prompt, token_ids
-from microserving.protocol.sse import DONE_DATA
 
 PROTOCOL_VERSION: Final = 1
 
@@ -206,6 +203,7 @@ class EngineLoad(WireModel):
     running: int = 0
     waiting: int = 0
     reserved: int = 0
+    leases: dict[str, int] = Field(default_factory=dict)
     free_pages: int = 0
     cached_pages: int = 0
     pinned_pages: int = 0
@@ -275,107 +273,3 @@ def completion_body(request: GenerationRequest, *, model: str | None) -> dict[st
 def stream_fields() -> dict[str, Any]:
     """What `start_generate` needs on top so that its stream tells everything that a ``GenerationChunk`` holds."""
     return {"stream": True, "stream_options": {"include_usage": True}, "return_token_ids": True}
-
-
-class _StreamChoice(WireModel):
-    text: str = ""
-    finish_reason: str | None = None
-    token_ids: list[int] = Field(default_factory=list)
-
-
-class _PromptDetails(WireModel):
-    cached_tokens: int = 0
-
-
-class _StreamUsage(WireModel):
-    prompt_tokens: int = 0
-    completion_tokens: int = 0
-    prompt_tokens_details: _PromptDetails = _PromptDetails()
-
-
-class _StreamEvent(WireModel):
-    choices: list[_StreamChoice] = Field(default_factory=list)
-    usage: _StreamUsage | None = None
-
-
-@dataclass(slots=True)
-class GenerationStreamReader:
-    """Turns the events of a `start_generate` stream into ``GenerationChunk``s, in order.
-
-    prompt_tokens: the prompt's length; resumed_tokens: of the request's ``resume_output_ids``, which count as output and
-    do not come again. The chunk with the finish reason is held back until the usage event or the end marker came, so
-    that its totals are exact. ``done`` is True only after a whole stream.
-    """
-
-    prompt_tokens: int
-    resumed_tokens: int = 0
-    done: bool = False
-    _finished: bool = False
-    _received_tokens: int = 0
-    _last: GenerationChunk | None = None
-
-    def feed(self, data: str) -> list[GenerationChunk]:
-        """The chunks that one event's data completes. Raises the error that an error event stands for, or
-        EngineUnavailable when the event is not a completion chunk."""
-        if data == DONE_DATA:
-            if not self._finished:
-                raise EngineUnavailable("the engine ended a generation without a finish reason")
-            self.done = True
-            last, self._last = self._last, None
-            return [] if last is None else [last]
-        event = self._parse(data)
-        chunks = self._take(event.choices[0]) if event.choices else []
-        if event.usage is not None and self._last is not None:
-            chunks.append(_with_usage(self._last, event.usage))
-            self._last = None
-        return chunks
-
-    def _parse(self, data: str) -> _StreamEvent:
-        try:
-            body = json.loads(data)
-        except ValueError:
-            body = None
-        if not isinstance(body, dict):
-            raise EngineUnavailable("the engine sent an event that is not a JSON object")
-        if isinstance(body.get("error"), dict):
-            raise stream_error(body["error"])
-        try:
-            return validate(_StreamEvent, body)
-        except InvalidRequest as error:
-            raise EngineUnavailable(f"the engine sent a wrong chunk: {error.message}") from None
-
-    def _take(self, choice: _StreamChoice) -> list[GenerationChunk]:
-        self._received_tokens += len(choice.token_ids)
-        chunk = GenerationChunk(
-            text=choice.text,
-            token_ids=tuple(choice.token_ids),
-            finish_reason=_finish_reason(choice.finish_reason),
-            prompt_tokens=self.prompt_tokens,
-            completion_tokens=self.resumed_tokens + self._received_tokens,
-        )
-        if self._finished:
-            raise EngineUnavailable("the engine went on after the finish reason")
-        if chunk.finish_reason is None:
-            return [chunk]
-        self._last, self._finished = chunk, True
-        return []
-
-
-def stream_error(error: dict[str, object]) -> MicroservingError:
-    """The exception behind an error event, which carries no HTTP status: by its code, else a failed engine."""
-    return error_from_body(502, error)
-
-
-def _finish_reason(value: str | None) -> Any:
-    if value is None or value in ("stop", "length", "tool_calls", "preempt"):
-        return value
-    raise EngineUnavailable("the engine sent an unknown finish reason")
-
-
-def _with_usage(chunk: GenerationChunk, usage: _StreamUsage) -> GenerationChunk:
-    return replace(
-        chunk,
-        prompt_tokens=usage.prompt_tokens,
-        completion_tokens=usage.completion_tokens,
-        cached_tokens=usage.prompt_tokens_details.cached_tokens,
-    )

@@ -12,6 +12,7 @@ from microserving.errors import EngineUnavailable
 
 DONE_DATA: Final = "[DONE]"
 """The data of OpenAI's end marker."""
+_DATA: Final = b"data: "
 DONE_EVENT: Final = b"data: [DONE]\n\n"
 MAX_EVENT_BYTES: Final = 8 * 2**20
 
@@ -42,6 +43,9 @@ class SSEParser:
 
         Raises EngineUnavailable when one event is longer than the limit (the peer is not what we think it is).
         """
+        if self._is_plain(chunk):
+            self._at_start = self._after_cr = False
+            return chunk[len(_DATA) : -2].decode("utf-8", "replace").split("\n\ndata: ")
         text = self._decoder.decode(chunk)
         if self._at_start and text:
             text = text.removeprefix("\ufeff")
@@ -57,6 +61,19 @@ class SSEParser:
         if self._held + len(rest) > self._max_event_bytes:
             raise EngineUnavailable("the engine sent an event over the size limit")
         return events
+
+    def _is_plain(self, chunk: bytes) -> bool:
+        """Whether ``chunk`` is nothing but whole events of one data line each, as servers like ours send them."""
+        return (
+            chunk.startswith(_DATA)
+            and chunk.endswith(b"\n\n")
+            and not self._line
+            and not self._data
+            and not self._decoder.getstate()[0]
+            and b"\r" not in chunk
+            and chunk.count(b"\n") == 2 * chunk.count(b"\n\ndata: ") + 2
+            and len(chunk) <= self._max_event_bytes
+        )
 
     def _take_line(self, line: str) -> str | None:
         if not line:
