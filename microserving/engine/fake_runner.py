@@ -222,6 +222,8 @@ class _Pool:
 
 
 def _holds(pool: RemotePool, guard: LeaseGuard) -> bool:
+    if not 0 <= guard.word < len(pool.leases) or guard.lease_id < 1:
+        raise InternalError("a put has no lease word")
     return bool(pool.leases[guard.word] == guard.lease_id)
 
 

@@ -1,7 +1,8 @@
 """One end of a shared-memory hand-off as a process of its own; driven by lines on stdin, answers on stdout.
 
 receiver RUNTIME_DIR ENGINE EPOCH PAGES [MAX_FDS]   "ready", then a line per event; "sum" -> the pool's sum
-writer   RUNTIME_DIR ENGINE EPOCH                   begins lease 1 and marks byte 0: "begun"; "finish" -> "finished"
+writer   RUNTIME_DIR ENGINE EPOCH                   begins lease 1 and marks byte 0: "begun"; "finish" -> "finished";
+                                                    "put N" marks byte N if the lease word lets it -> "put True"
 """
 
 from __future__ import annotations
@@ -46,13 +47,19 @@ def writer(runtime_dir: Path, engine_id: str, epoch: str) -> None:
     transport = create_transport("shared_memory", runtime_dir=runtime_dir)
     connection = transport.connect(engine_id, epoch, 10)
     lease = Lease(engine_id, epoch, "request-1", 1)
-    connection.begin(lease).result(10)
-    connection.pool.memory[0] = 42
+    guard = connection.begin(lease).result(10)
+    pool = connection.pool
+    pool.memory[0] = 42
     say("begun")
     for line in sys.stdin:
         if line.strip() == "finish":
             connection.finish(lease, True).result(10)
             say("finished")
+        elif line.startswith("put"):
+            holds = bool(pool.leases[guard.word] == guard.lease_id)
+            if holds:
+                pool.memory[int(line.split()[1])] = 42
+            say(f"put {holds}")
     transport.close()
 
 

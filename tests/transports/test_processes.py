@@ -143,6 +143,57 @@ def test_a_stopped_writer_keeps_its_lease_and_stops_nobody(world: World, peers: 
     assert memory[0] == 42
 
 
+@pytest.mark.case("PD-03")
+@pytest.mark.case("PD-40")
+def test_a_stopped_writer_whose_lease_ended_puts_nothing_when_it_wakes(world: World, peers: Peers) -> None:
+    """The pages belong to others by then; it learns so from the lease word, before it reads any message."""
+    observer = RecordingObserver()
+    receiver = world.transport()
+    memory = receiver.allocate(PAGES * PAGE_BYTES)
+    receiver.serve("d0", "e1", PAGES, observer)
+    writer = peers.writer()
+    writer.tell("put 1")
+    writer.expect("put True")
+    writer.stop()
+    receiver.revoke(1)
+    other = world.transport().connect("d0", "e1", TIMEOUT_S)
+    guard = other.begin(lease(2)).result(TIMEOUT_S)  # takes the very word
+    assert other.pool.leases[guard.word] == 2
+    memory[:] = 7
+    writer.tell("put 2")
+    writer.resume()
+    writer.expect("put False")
+    assert (memory == 7).all()
+    assert not [
+        event for event in observer.events if event[:2] == ("end", lease())
+    ]  # it has not said that it stopped
+    writer.kill()
+    observer.wait_for("end", lease(), False)
+    assert other.pool.leases[guard.word] == 2
+
+
+@pytest.mark.case("PD-18")
+def test_nothing_written_through_an_old_mapping_reaches_a_restarted_receiver(
+    world: World, peers: Peers
+) -> None:
+    """SIGKILL in the middle of a write clears no word: the mapping goes on to say yes, to memory that nobody owns."""
+    before = peers.receiver("d0", "e1")
+    connection = world.transport().connect("d0", "e1", TIMEOUT_S)
+    guard = connection.begin(lease()).result(TIMEOUT_S)
+    pool = connection.pool
+    before.kill()
+    after = peers.receiver("d0", "e2")
+    assert pool.leases[guard.word] == guard.lease_id
+    pool.memory[:] = 9
+    pool.leases[:] = 9
+    after.tell("sum")
+    after.expect("sum 0")
+    again = world.transport().connect("d0", "e2", TIMEOUT_S)
+    granted = again.begin(lease(epoch="e2")).result(TIMEOUT_S)
+    assert again.pool.leases[granted.word] == granted.lease_id
+    assert not again.pool.memory.any()
+
+
 def test_a_killed_receiver_is_noticed_at_once(world: World, peers: Peers) -> None:
     receiver = peers.receiver()
     sender = world.transport()
