@@ -25,8 +25,8 @@ from microserving.errors import (
     http_status,
 )
 from microserving.program import Chunks, Cluster, EngineClient, GenerationChunk, Request
-from microserving.router.engine_client import InFlight
 from microserving.router.holdings import Holdings, close_within
+from microserving.router.in_flight import InFlight
 from microserving.router.ledger import AttemptRecord
 from microserving.router.program_host import Outcome
 from microserving.router.program_loader import LoadedProgram
@@ -145,7 +145,7 @@ class Attempt:
             if seen_by_client is error:
                 raise
             raise seen_by_client from error
-        except Exception as error:  # the wall: a program may raise anything
+        except (Exception, SystemExit, KeyboardInterrupt) as error:  # the wall: a program may raise anything
             raise self._failed(error) from error
         finally:
             self._running = False
@@ -168,7 +168,7 @@ class Attempt:
             raise Preempted("the generation was given back by its engine", retry_after_s=1.0)
         return chunk.finish_reason is not None
 
-    def _failed(self, error: Exception) -> InternalError:
+    def _failed(self, error: BaseException) -> InternalError:
         self.outcome = "program_failed"
         where = self.program.locate(error)
         _logger.error("the router program failed at %s: %r%s", where, error, self._not_awaited())

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import ctypes
 import gc
 import json
 import os
@@ -34,6 +35,8 @@ PROMPT_LENGTHS = (1, 2, 17, 300)
 MAX_DATA_BYTES = 2 * 2**30
 """What the child may allocate."""
 _MAX_MESSAGE_CHARS = 1000
+_PR_SET_PDEATHSIG = 1
+_LIBC = ctypes.CDLL(None)
 _GRACE_S = 0.5
 """How long the child may take to say that its time is over."""
 
@@ -64,19 +67,18 @@ def dry_run(job: DryRun) -> ProgramFacts:
     """Fork, try, and leave no process. Raises ProgramError, ``file:line: ...``, when the program must not serve."""
     read_end, write_end = os.pipe()
     deadline = time.monotonic() + job.timeout_s + _GRACE_S
+    child = os.fork()
+    if child == 0:
+        _be_child(job, write_end)
+    os.close(write_end)
+    line = b""
     try:
-        child = os.fork()
-        if child == 0:
-            _be_child(job, write_end)
-        os.close(write_end)
-        write_end = -1
         line = _read_line(read_end, deadline)
-        status = _end(child, deadline if not line else 0.0)
+        ended = bool(line) or _has_ended(child, deadline)
     finally:
         os.close(read_end)
-        if write_end >= 0:
-            os.close(write_end)
-    return _facts(line, job, status)
+        status = _end(child)
+    return _facts(line, job, status if ended else None)
 
 
 def _read_line(descriptor: int, deadline: float) -> bytes:
@@ -90,15 +92,22 @@ def _read_line(descriptor: int, deadline: float) -> bytes:
     return data
 
 
-def _end(child: int, deadline: float) -> int | None:
-    """Leave no process. Returns the exit status (negative: the signal); None when it had not ended by ``deadline``."""
+def _has_ended(child: int, deadline: float) -> bool:
+    """Whether the child ends by itself until ``deadline``."""
     process = os.pidfd_open(child)
-    ended = _readable(process, deadline)
-    os.close(process)
-    with contextlib.suppress(ProcessLookupError):
-        os.killpg(child, signal.SIGKILL)  # what it started goes with it
+    try:
+        return _readable(process, deadline)
+    finally:
+        os.close(process)
+
+
+def _end(child: int) -> int:
+    """Leave no process. Returns the exit status (negative: the signal)."""
+    for kill in (os.killpg, os.kill):  # what it started goes with it; it may not lead its group yet
+        with contextlib.suppress(ProcessLookupError):
+            kill(child, signal.SIGKILL)
     _, status = os.waitpid(child, 0)
-    return os.waitstatus_to_exitcode(status) if ended else None
+    return os.waitstatus_to_exitcode(status)
 
 
 def _readable(descriptor: int, deadline: float) -> bool:
@@ -130,6 +139,7 @@ def _be_child(job: DryRun, answers_to: int) -> NoReturn:
     exit_now = os._exit
     try:
         os.setpgid(0, 0)
+        _LIBC.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)  # nobody would end us any more
         quiet = os.open(os.devnull, os.O_RDWR)
         for descriptor in (0, 1, 2):
             os.dup2(quiet, descriptor)
@@ -143,7 +153,7 @@ def _be_child(job: DryRun, answers_to: int) -> NoReturn:
 def _limit(job: DryRun) -> None:
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     resource.setrlimit(resource.RLIMIT_DATA, (MAX_DATA_BYTES, MAX_DATA_BYTES))
-    seconds = int(job.timeout_s + _GRACE_S) + 2  # the last resort, when the parent is gone
+    seconds = int(job.timeout_s + _GRACE_S) + 2  # the last resort
     resource.setrlimit(resource.RLIMIT_CPU, (seconds, seconds))
 
 

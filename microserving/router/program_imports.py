@@ -11,6 +11,7 @@ from collections.abc import Iterator
 
 ALLOWED = ("microserving.program", "microserving.policies")
 _OURS = "microserving"
+_INSTEAD = f"only {' and '.join(ALLOWED)} of this project (errors are in {ALLOWED[0]})"
 
 
 def forbidden_import(tree: ast.Module) -> tuple[int, str] | None:
@@ -28,8 +29,7 @@ def _forbidden(tree: ast.Module) -> Iterator[tuple[int, str]]:
         elif isinstance(node, ast.Import | ast.ImportFrom):
             wrong = [module for module in _modules(node) if not _is_allowed(module)]
             if wrong:
-                allowed = " and ".join(ALLOWED)
-                yield node.lineno, f"a program may import {allowed} of this project, not {wrong[0]}"
+                yield node.lineno, f"a program may not import {wrong[0]}, {_INSTEAD}"
 
 
 def _modules(node: ast.Import | ast.ImportFrom) -> Iterator[str]:

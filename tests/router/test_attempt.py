@@ -46,6 +46,12 @@ async def raises_a_startup_error(request: Request, cluster: Cluster) -> AsyncIte
     yield
 
 
+async def ends_the_process(request: Request, cluster: Cluster) -> AsyncIterator[Any]:
+    await reserve(request, cluster)
+    raise SystemExit(3)
+    yield
+
+
 async def yields_rubbish(request: Request, cluster: Cluster) -> AsyncIterator[Any]:
     await reserve(request, cluster)
     yield "text"
@@ -82,6 +88,7 @@ async def cancels_itself(request: Request, cluster: Cluster) -> AsyncIterator[An
     [
         (raises_a_bug, "the router program failed"),
         (raises_a_startup_error, "the router program failed"),
+        (ends_the_process, "the router program failed"),
         (yields_rubbish, "yielded a str instead of a GenerationChunk"),
         (yields_nothing, "ended without a last chunk"),
         (stops_early, "ended without a last chunk"),

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import sys
 import textwrap
+import weakref
 from pathlib import Path
 
 import pytest
 
 from microserving.errors import ProgramError
 from microserving.program.testing import Call, FakeCluster, collect, make_request
-from microserving.router.program_loader import load_program, shipped_programs
+from microserving.router.program_loader import MAX_PROGRAM_BYTES, load_program, shipped_programs, summary
 
 HEAD = "from microserving.program import Program\n"
 ROUTE = "    async def route(self, request, cluster):\n        yield None\n"
@@ -110,6 +112,33 @@ def test_future_annotations_and_helpers(tmp_path: Path) -> None:
             "mine.py:3: NameError: name 'Nowhere' is not defined",
         ),
         (
+            "import os\nfrom microserving.router.app import Router\n",
+            "mine.py:2: a program may not import microserving.router.app, only microserving.program and "
+            "microserving.policies of this project (errors are in microserving.program)",
+        ),
+        (
+            "from microserving import engine, program\n",
+            "mine.py:1: a program may not import microserving.engine",
+        ),
+        ("import os, microserving\n", "mine.py:1: a program may not import microserving, only"),
+        (
+            "from microserving.programs import x\n",
+            "mine.py:1: a program may not import microserving.programs",
+        ),
+        (
+            f"{HEAD}def f():\n    import microserving.server.run as r\n",
+            "mine.py:3: a program may not import microserving.server.run",
+        ),
+        ("from . import helper\n", "mine.py:1: a program is a file by itself"),
+        (
+            f"{HEAD}class Mine(Program):\n{ROUTE}    def plan(self, cluster):\n        pass\n",
+            "mine.py:5: plan must be `async def`",
+        ),
+        (
+            f"{HEAD}class Mine(Program):\n{ROUTE}    async def plan(self):\n        pass\n",
+            "mine.py:5: plan must take (self, cluster)",
+        ),
+        (
             f"{HEAD}class Mine(Program):\n    def __init__(self):\n        self.x = 1 / 0\n{ROUTE}",
             "mine.py:4: ZeroDivisionError",
         ),
@@ -122,7 +151,7 @@ def test_a_wrong_file_names_the_line(tmp_path: Path, text: str, message: str) ->
     found = refusal(path)
     assert found.startswith(message)
     assert "\n" not in found
-    assert len([name for name in set(sys.modules) - before if "mine" in name]) <= 1
+    assert set(sys.modules) - before == set()
 
 
 @pytest.mark.parametrize(
@@ -134,6 +163,41 @@ def test_a_wrong_file_names_the_line(tmp_path: Path, text: str, message: str) ->
 )
 def test_wrong_settings_name_the_line(tmp_path: Path, settings: dict[str, object], message: str) -> None:
     assert refusal(write(tmp_path, GOOD), **settings).startswith(message)
+
+
+def test_allowed_imports(tmp_path: Path) -> None:
+    text = f"""\
+import asyncio, json, numpy
+from microserving import policies, program
+from microserving.policies import POLICIES
+from microserving.program.settings import Fraction
+{GOOD}"""
+    assert load_program(str(write(tmp_path, text))).line == 6
+
+
+def test_nothing_of_an_unloaded_program_stays(tmp_path: Path) -> None:
+    path = write(tmp_path, GOOD)
+    before = set(sys.modules)
+    loaded = load_program(str(path))
+    assert len(set(sys.modules) - before) == 1
+    instance = weakref.ref(type(loaded.instance))
+    loaded.unload()
+    loaded.unload()
+    del loaded
+    gc.collect()
+    assert set(sys.modules) == before
+    assert instance() is None
+
+
+def test_a_huge_file_is_no_program(tmp_path: Path) -> None:
+    path = write(tmp_path, f"# {'x' * MAX_PROGRAM_BYTES}\n")
+    with pytest.raises(ProgramError, match=r"mine\.py: a router program may have at most 1048576 bytes"):
+        load_program(str(path))
+
+
+def test_the_shipped_programs_have_a_summary() -> None:
+    assert summary("round_robin") == "Data parallel: every engine serves whole requests, one after the other."
+    assert all(summary(name) for name in shipped_programs())
 
 
 @pytest.mark.parametrize("program", ["nothing_like_this", "no/such/file.py", "round-robin"])
