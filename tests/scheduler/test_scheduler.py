@@ -135,6 +135,23 @@ def test_the_queue_is_bounded_and_counts_leases() -> None:
         scheduler.try_reserve("c", (1, 2), 1, now=0.0)
 
 
+def test_the_waiting_are_bounded() -> None:
+    scheduler = make(ingestion_queue_size=2, max_batch_size=1)
+    for name in "abc":
+        scheduler.add(prompt(name, 2))
+        if name == "a":
+            step(scheduler)
+    with pytest.raises(Overloaded) as refused:
+        scheduler.add(prompt("d", 2))
+    assert refused.value.retry_after_s
+    with pytest.raises(Overloaded):
+        scheduler.try_reserve("d", (1, 2), 1, now=0.0)
+    waiting = scheduler.get(SequenceKind.GENERATE, "c")
+    assert waiting is not None
+    scheduler.finish(waiting)
+    scheduler.add(prompt("d", 2))
+
+
 def test_a_live_id_is_refused() -> None:
     scheduler = make()
     scheduler.add(prompt("a", 2))
