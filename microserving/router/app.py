@@ -16,7 +16,7 @@ from microserving.router.config import RouterConfig, Setting
 from microserving.router.deployment import Deployer
 from microserving.router.dispatch import Dispatcher, DispatchSettings
 from microserving.router.engine_client import EngineTimeouts
-from microserving.router.engine_registry import EngineRegistry, Peer, State
+from microserving.router.engine_registry import EngineRegistry, Peer, Status
 from microserving.router.health import HealthMonitor, ProbeSettings
 from microserving.router.program_host import HostSettings, ProgramHost
 from microserving.router.program_loader import load_program
@@ -37,7 +37,7 @@ class EngineStats(BaseModel):
 
     id: str | None
     role: EngineRole
-    state: State
+    state: Status
     in_flight: int
     load: EngineLoad
 
@@ -181,7 +181,7 @@ def _engine_stats(peer: Peer) -> EngineStats:
     return EngineStats(
         id=None if client.info is None else client.info.engine_id,
         role=client.role,
-        state=peer.state,
+        state=peer.status,
         in_flight=client.in_flight,
         load=client.load,
     )

@@ -17,8 +17,8 @@ from microserving.front import ServedModel
 from microserving.program import Cluster
 from microserving.protocol.generation import GenerationChunk, GenerationRequest
 from microserving.router.attempt import Attempt
-from microserving.router.engine_client import InFlight
 from microserving.router.hedging import race
+from microserving.router.in_flight import InFlight
 from microserving.router.journey import Journey
 from microserving.router.ledger import AttemptRecord, Ledger
 from microserving.router.program_host import ProgramHost

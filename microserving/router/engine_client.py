@@ -5,28 +5,30 @@ Does not know which request holds what (``holdings``) nor when an engine counts 
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
-from contextlib import aclosing
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping
+from contextlib import aclosing, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, TypeVar
 
-from microserving.errors import InvalidRequest, MicroservingError
+from microserving.errors import EngineUnavailable, InvalidRequest, MicroservingError, ShuttingDown
 from microserving.policies import EngineLoad
 from microserving.program import NOTHING_SENT, EngineClient, EngineRole, Received, Request
 from microserving.protocol import microserving as wire
 from microserving.protocol.body import WireModel, validate
 from microserving.protocol.generation import GenerationChunk, RemoteSendResult
+from microserving.protocol.generation_stream import GenerationStreamReader
 from microserving.protocol.sse import SSEParser
 from microserving.router.engine_http import EngineHTTP
-
-InFlight = Counter[EngineClient]
-"""How many requests the router has on each engine; an engine without any is absent."""
+from microserving.router.in_flight import InFlight
+from microserving.router.mlc_peer import mlc_body, mlc_info
 
 AnswerT = TypeVar("AnswerT", bound=WireModel)
 ResultT = TypeVar("ResultT")
 
+_LOAD_FIELDS = tuple(EngineLoad.__dataclass_fields__)
+SLOWEST_TOKEN_S = 1.0
+"""What a token may take when nobody sees it before the last one."""
 _QUICK_S = 5.0
 """Limit of what an engine answers from memory."""
 _TOKENIZER_S = 30.0
@@ -43,10 +45,18 @@ class EngineTimeouts:
     stage: float = 300.0
 
 
+def _ignore(_client: HttpEngineClient, _answered: bool) -> None:
+    """Nobody wants to know."""
+
+
 class HttpEngineClient(EngineClient):
     """The engine at ``url``. ``info`` is None, and ``id`` the URL, until the engine was identified.
 
-    on_unreachable: called with the reason whenever a connection is refused or breaks.
+    on_unreachable: called with the reason whenever a connection is refused or breaks. on_outcome: called after every
+    verb with whether the engine answered as it should, or failed though it could be reached. number: of the engine in
+    its registry.
+
+    An engine that knows MLC's three verbs only is driven with these (``mlc_peer``).
     """
 
     def __init__(
@@ -57,10 +67,15 @@ class HttpEngineClient(EngineClient):
         timeouts: EngineTimeouts,
         in_flight: InFlight,
         on_unreachable: Callable[[HttpEngineClient, str], None],
+        on_outcome: Callable[[HttpEngineClient, bool], None] = _ignore,
+        number: int = 0,
     ) -> None:
         self.url = url
         self.info: wire.EngineInfo | None = None
+        self.verbs_only = False
         self._role: EngineRole = role
+        self._number = number
+        self._on_outcome = on_outcome
         self._load = EngineLoad()
         self._timeouts = timeouts
         self._in_flight = in_flight
@@ -77,6 +92,10 @@ class HttpEngineClient(EngineClient):
     @property
     def role(self) -> EngineRole:
         return self._role
+
+    @role.setter
+    def role(self, role: EngineRole) -> None:
+        self._role = role
 
     @property
     def in_flight(self) -> int:
@@ -113,31 +132,62 @@ class HttpEngineClient(EngineClient):
         return answer.result()
 
     async def start_generate(self, request: Request, *, begin: int = 0) -> AsyncIterator[GenerationChunk]:
-        body = self._body(request) | wire.stream_fields() | {"begin": begin}
-        parser, reader = SSEParser(), wire.GenerationStreamReader(request.prompt_length)
+        reader = GenerationStreamReader(request.prompt_length, len(request.resume_output_ids))
+        if request.whole:
+            yield await self._generate_whole(request, begin, reader)
+            return
+        body = self._body(request, wire.stream_fields() | {"begin": begin})
+        parser = SSEParser()
         pieces = self._http.stream(_path("start_generate"), body, silence_s=self._timeouts.stage)
-        async with aclosing(pieces):
-            async for piece in pieces:
-                for data in parser.feed(piece):
-                    for chunk in self._read_event(reader, data):
-                        yield chunk
-        if not reader.done:
-            raise self._http.broken("ended the stream early")
+        answered = False
+        with self._judged():
+            async with aclosing(pieces):
+                async for piece in pieces:
+                    if not answered:
+                        answered = True
+                        self._on_outcome(self, True)
+                    for data in parser.feed(piece):
+                        for chunk in self._read_event(reader, data):
+                            yield chunk
+            if not reader.done:
+                raise self._http.broken("ended the stream early")
+
+    async def _generate_whole(
+        self, request: Request, begin: int, reader: GenerationStreamReader
+    ) -> GenerationChunk:
+        """All of the output as one chunk: an answer instead of an event for every token."""
+        body = self._body(request, {"begin": begin, "return_token_ids": True})
+        timeout_s = self._timeouts.stage + (request.stop.max_tokens or 0) * SLOWEST_TOKEN_S
+        with self._judged():
+            self._http.check_open()
+            content = await self._http.fetch(_path("start_generate"), body, timeout_s=timeout_s)
+            self._on_outcome(self, True)
+            try:
+                return reader.read_whole(content)
+            except MicroservingError as error:
+                raise self._http.seen_by_client(error) from None
 
     async def commit(self, request: Request) -> int:
+        if self.verbs_only:
+            raise self._http.broken("has no prefix cache to commit to")
         fields = {"request_id": request.request_id}
         body = await self._http.post(_path("commit"), fields, timeout_s=_QUICK_S)
         return self._answer(wire.CommitAnswer, body).cached_tokens
 
     async def abort(self, request: Request) -> None:
-        await self._http.post(_path("abort"), {"request_id": request.request_id}, timeout_s=_QUICK_S)
+        if not self.verbs_only:  # leaving the connection is all that those understand
+            await self._http.post(_path("abort"), {"request_id": request.request_id}, timeout_s=_QUICK_S)
 
     async def renew(self, request: Request) -> float | None:
+        if self.verbs_only:
+            return None
         fields = {"request_id": request.request_id}
         body = await self._http.post_if_known(_path("renew"), fields, timeout_s=_QUICK_S)
         return None if body is None else self._answer(wire.RenewAnswer, body).lease_ttl_s
 
     async def match_prefix(self, request: Request) -> int:
+        if self.verbs_only:
+            return 0
         answer = await self._verb("match_prefix", request, {}, wire.MatchPrefixAnswer, _QUICK_S)
         return answer.prefix_matched_length
 
@@ -153,12 +203,25 @@ class HttpEngineClient(EngineClient):
         engine is not ready to serve, or fails.
         """
         ask = partial(self._http.probe, connect_timeout_s=connect_timeout_s)
-        await ask("/ready")
-        info = self._answer(wire.EngineInfo, await ask(_path("info")))
-        load = self._answer(wire.EngineLoad, await ask(_path("load")))
-        names = EngineLoad.__dataclass_fields__
-        self._load = EngineLoad(**{name: getattr(load, name) for name in names})
-        return info
+        ready, info = await ask("/ready"), await ask(_path("info"))
+        self.verbs_only = info is None
+        if info is None:
+            return await self._probe_verbs(connect_timeout_s)
+        if ready is None:
+            raise self._http.broken("does not say whether it is ready")
+        load = self._answer(wire.EngineLoad, await ask(_path("load")) or {})
+        self._load = EngineLoad(**{name: getattr(load, name) for name in _LOAD_FIELDS})
+        return self._answer(wire.EngineInfo, info)
+
+    async def _probe_verbs(self, connect_timeout_s: float) -> wire.EngineInfo:
+        """Of an engine that cannot be asked what it is: any answer shows that it lives."""
+        http = self._http
+        if self.info is None or self.info.model_hash:  # another program may have taken its place
+            verb = _path("start_generate")
+            if not await http.knows(verb, connect_timeout_s=connect_timeout_s):
+                raise http.broken("is none: it knows no verb")
+        models = await http.probe("/v1/models", connect_timeout_s=connect_timeout_s)
+        return mlc_info(models, role=self._role, rank=self._number)
 
     async def fetch_tokenizer(self) -> dict[str, Any]:
         """The tokenizer as JSON (``Tokenizer.from_dict``)."""
@@ -168,6 +231,9 @@ class HttpEngineClient(EngineClient):
         """Remember what the engine is."""
         self.info = info
         self._http.name = f"engine {info.engine_id}"
+
+    def came_back(self) -> None:
+        """It may be waited for again after ``give_up``."""
         self._http.came_back()
 
     def give_up(self, why: str) -> None:
@@ -182,8 +248,21 @@ class HttpEngineClient(EngineClient):
         """Idempotent."""
         await self._http.close()
 
-    def _body(self, request: Request) -> dict[str, Any]:
-        return wire.completion_body(request, model=None if self.info is None else self.info.model)
+    def _body(self, request: Request, fields: Mapping[str, object]) -> dict[str, Any]:
+        body = wire.completion_body(request, model=None if self.info is None else self.info.model)
+        body.update(fields)
+        return mlc_body(body, request) if self.verbs_only else body
+
+    @contextmanager
+    def _judged(self) -> Iterator[None]:
+        """Around a verb: tell when the engine failed it."""
+        try:
+            yield
+        except ShuttingDown:
+            raise
+        except EngineUnavailable:
+            self._on_outcome(self, False)
+            raise
 
     async def _verb(
         self,
@@ -194,8 +273,11 @@ class HttpEngineClient(EngineClient):
         timeout_s: float,
     ) -> AnswerT:
         self._http.check_open()
-        body = await self._http.post(_path(verb), {**self._body(request), **fields}, timeout_s=timeout_s)
-        return self._answer(answer, body)
+        with self._judged():
+            body = await self._http.post(_path(verb), self._body(request, fields), timeout_s=timeout_s)
+            result = self._answer(answer, body)
+        self._on_outcome(self, True)
+        return result
 
     def _answer(self, model: type[AnswerT], body: dict[str, Any]) -> AnswerT:
         try:
@@ -203,7 +285,7 @@ class HttpEngineClient(EngineClient):
         except InvalidRequest as error:
             raise self._http.broken(f"gave a wrong answer: {error.message}") from None
 
-    def _read_event(self, reader: wire.GenerationStreamReader, data: str) -> list[GenerationChunk]:
+    def _read_event(self, reader: GenerationStreamReader, data: str) -> list[GenerationChunk]:
         try:
             return reader.feed(data)
         except MicroservingError as error:

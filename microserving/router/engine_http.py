@@ -71,21 +71,29 @@ class EngineHTTP:
         """The JSON object at ``path``. Raises the leaf that the failure or the error answer stands for."""
         return self._object(*await self._exchange("GET", path, b"", timeout_s))
 
-    async def probe(self, path: str, *, connect_timeout_s: float) -> dict[str, Any]:
-        """As ``get``, but the caller bounds it; raises TimeoutError when a connection takes too long."""
-        try:
-            answer = await self._connections.send("GET", path, connect_timeout_s=connect_timeout_s)
-            content = await _read(answer)
-        except ConnectTimeoutError:
-            self.check_open()
-            raise TimeoutError from None
-        except (TimeoutError, ConnectionFailedError) as error:
-            raise self._lost(error) from None
-        return self._object(answer, content)
+    async def probe(self, path: str, *, connect_timeout_s: float) -> dict[str, Any] | None:
+        """As ``get``, but the caller bounds it; None when the engine does not know ``path``.
+
+        Raises TimeoutError when a connection takes too long.
+        """
+        answer, content = await self._probe("GET", path, b"", connect_timeout_s)
+        return None if answer.status == HTTPStatus.NOT_FOUND else self._object(answer, content)
+
+    async def knows(self, path: str, *, connect_timeout_s: float) -> bool:
+        """Whether the engine has a verb at ``path``: it is asked for nothing, which it refuses. Raises as ``probe``."""
+        answer, _ = await self._probe("POST", path, b"{}", connect_timeout_s)
+        return answer.status != HTTPStatus.NOT_FOUND
 
     async def post(self, path: str, body: Mapping[str, Any] | bytes, *, timeout_s: float) -> dict[str, Any]:
         """The JSON object that answers ``body``. Raises as ``get``."""
         return self._object(*await self._exchange("POST", path, _content(body), timeout_s))
+
+    async def fetch(self, path: str, body: Mapping[str, Any] | bytes, *, timeout_s: float) -> bytes:
+        """As ``post``, but the answer's bytes."""
+        answer, content = await self._exchange("POST", path, _content(body), timeout_s)
+        if answer.status != 200:
+            raise self._refusal(answer, content)
+        return content
 
     async def post_if_known(
         self, path: str, body: Mapping[str, Any], *, timeout_s: float
@@ -185,6 +193,21 @@ class EngineHTTP:
                 method, path, headers=headers, content=content, limit_s=timeout_s
             )
             return answer, await _read(answer)
+        except (TimeoutError, ConnectionFailedError) as error:
+            raise self._lost(error) from None
+
+    async def _probe(
+        self, method: str, path: str, content: bytes, connect_timeout_s: float
+    ) -> tuple[Answer, bytes]:
+        headers = _JSON if content else None
+        try:
+            answer = await self._connections.send(
+                method, path, headers=headers, content=content, connect_timeout_s=connect_timeout_s
+            )
+            return answer, await _read(answer)
+        except ConnectTimeoutError:
+            self.check_open()
+            raise TimeoutError from None
         except (TimeoutError, ConnectionFailedError) as error:
             raise self._lost(error) from None
 

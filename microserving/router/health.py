@@ -62,15 +62,14 @@ class HealthMonitor:
         self._load_tokenizer = load_tokenizer
         self._model_hash: str | None = None
         self._learning = asyncio.Lock()
-        self._locks = {peer: asyncio.Lock() for peer in registry.peers}
-        self._tasks: list[asyncio.Task[None]] = []
+        self._tasks: dict[Peer, asyncio.Task[None]] = {}
         self._refreshing: asyncio.Task[None] | None = None
         self._refreshed_at = -REFRESH_GAP_S
 
     @property
     def ready(self) -> bool:
         """Whether there is an engine and a tokenizer to serve with."""
-        return self.tokenizer is not None and bool(self._registry.up)
+        return self.tokenizer is not None and self._registry.serving
 
     async def connect(self, timeout_s: float) -> None:
         """Wait until every peer is up. Raises ConfigError when one is not within ``timeout_s``, or does not fit."""
@@ -84,12 +83,15 @@ class HealthMonitor:
         check_startup(self._registry.peers, timeout_s)
 
     def start(self) -> None:
-        """Probe from now on."""
-        self._tasks = [asyncio.create_task(self._watch(peer)) for peer in self._registry.peers]
+        """Probe from now on, also those that join later."""
+        for peer in self._registry.peers:
+            self._watch(peer)
+        self._registry.on_added, self._registry.on_removed = self._watch, self._leave
 
     async def stop(self) -> None:
         """Idempotent."""
-        tasks = [*self._tasks, *([self._refreshing] if self._refreshing is not None else [])]
+        self._registry.on_added = self._registry.on_removed = None
+        tasks = [*self._tasks.values(), *([self._refreshing] if self._refreshing is not None else [])]
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
@@ -107,7 +109,7 @@ class HealthMonitor:
 
     async def probe(self, peer: Peer) -> None:
         """Ask one engine how it is, and report it. Never raises."""
-        async with self._locks[peer]:
+        async with peer.lock:
             with LoopLag() as lag:
                 try:
                     async with asyncio.timeout(self._settings.timeout_s):
@@ -123,12 +125,23 @@ class HealthMonitor:
         down = [peer for peer in self._registry.peers if peer.state != "up"]
         await asyncio.gather(*map(self.probe, down))
 
-    async def _watch(self, peer: Peer) -> None:
+    def _watch(self, peer: Peer) -> None:
+        task = asyncio.create_task(self._keep_probing(peer))
+        self._tasks[peer] = task
+        task.add_done_callback(lambda _: self._tasks.pop(peer, None))
+
+    def _leave(self, peer: Peer) -> None:
+        if (task := self._tasks.get(peer)) is not None:
+            task.cancel()
+
+    async def _keep_probing(self, peer: Peer) -> None:
+        """Every ``interval_s``, and sooner when something is wrong, but not more often than ``REFRESH_GAP_S``."""
         while True:
             await self.probe(peer)
             peer.suspect.clear()
+            await asyncio.sleep(min(REFRESH_GAP_S, self._settings.interval_s))
             with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(self._settings.interval_s):
+                async with asyncio.timeout(max(0.0, self._settings.interval_s - REFRESH_GAP_S)):
                     await peer.suspect.wait()
 
     def _timed_out(self, peer: Peer, lag: LoopLag) -> None:

@@ -18,7 +18,7 @@ from microserving.errors import EngineUnavailable, MicroservingError
 from microserving.policies import EngineLoad
 from microserving.program import EngineClient, EngineRole, Received, Request
 from microserving.protocol.generation import GenerationChunk, RemoteSendResult
-from microserving.router.engine_client import InFlight
+from microserving.router.in_flight import InFlight
 from microserving.router.ledger import AttemptRecord
 from microserving.router.renewals import Renewals
 from microserving.router.retries import is_engines_fault

@@ -10,7 +10,7 @@ from microserving.program import Program
 from microserving.program.testing import FakeCluster
 from microserving.protocol.generation import GenerationRequest, SamplingParams, StopParams
 from microserving.router.dispatch import Dispatcher, DispatchSettings
-from microserving.router.engine_client import InFlight
+from microserving.router.in_flight import InFlight
 from microserving.router.program_host import ProgramHost
 from microserving.router.program_loader import LoadedProgram, load_program
 from microserving.router.retries import RetrySettings

@@ -22,7 +22,8 @@ from microserving.errors import (
 from microserving.program import GenerationChunk, Received, Request, SamplingParams, StopParams
 from microserving.program.testing import collect, make_request
 from microserving.protocol.microserving import EngineInfo, TokenizerDocument
-from microserving.router.engine_client import EngineTimeouts, HttpEngineClient, InFlight
+from microserving.router.engine_client import EngineTimeouts, HttpEngineClient
+from microserving.router.in_flight import InFlight
 from microserving.tokenizer import Tokenizer
 
 from .engine_server import DONE, INFO, STREAM, USAGE, EngineServer, choice, event, tokenizer_document

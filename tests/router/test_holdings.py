@@ -11,9 +11,10 @@ from microserving.errors import EngineUnavailable
 from microserving.program import Cluster, EngineClient
 from microserving.program.testing import FakeCluster, FakeEngine, make_request
 from microserving.protocol.microserving import EngineInfo
-from microserving.router.engine_client import EngineTimeouts, InFlight
+from microserving.router.engine_client import EngineTimeouts
 from microserving.router.engine_registry import EngineRegistry
 from microserving.router.holdings import Holdings
+from microserving.router.in_flight import InFlight
 
 from .engine_server import INFO
 
