@@ -65,6 +65,20 @@ DONE = event("[DONE]")
 STREAM = [choice("Hel", [1]), choice("lo", [2], "stop"), USAGE, DONE]
 
 
+def whole(pieces: list[bytes]) -> dict[str, Any]:
+    """What a stream would have said, in one body."""
+    answer: dict[str, Any] = {"text": "", "token_ids": [], "finish_reason": None}
+    usage = None
+    for line in b"".join(pieces).decode().split("\n\n"):
+        body = json.loads(line.removeprefix("data: ")) if line.startswith("data: {") else {}
+        for part in body.get("choices", ()):
+            answer["text"] += part["text"]
+            answer["token_ids"] += part["token_ids"]
+            answer["finish_reason"] = part["finish_reason"]
+        usage = body.get("usage", usage)
+    return {"choices": [{"index": 0, **answer}], "usage": usage}
+
+
 class _Server(uvicorn.Server):
     def __init__(self, config: uvicorn.Config) -> None:
         super().__init__(config)
@@ -182,11 +196,17 @@ class EngineServer:
         return answer
 
     async def _start_generate(self, request: Request) -> Response:
-        self.bodies.append(("start_generate", await request.json()))
+        body = await request.json()
+        self.bodies.append(("start_generate", body))
         await self._arrived(request)
-        return self._scripted("start_generate") or StreamingResponse(
-            self._pieces(), media_type="text/event-stream"
-        )
+        if (scripted := self._scripted("start_generate")) is not None:
+            return scripted
+        if body.get("stream"):
+            return StreamingResponse(self._pieces(), media_type="text/event-stream")
+        return StreamingResponse(self._whole(), media_type="application/json")
+
+    async def _whole(self) -> Any:
+        yield json.dumps(whole([piece async for piece in self._pieces()]))
 
     async def _pieces(self) -> Any:
         try:
