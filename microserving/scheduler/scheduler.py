@@ -1,7 +1,7 @@
 """What runs in the next step, and who gets pages.
 
-Owns: the live sequences, their batches and endings, who waits and who is preempted. Does not know: where pages come from
-(``PagePool``), how leases live (``ReservationTable``), which prompt goes first (``prefill_order``), tokens' meaning,
+Owns: the live sequences from their coming to their ending, and the step in flight. Does not know: how a step is put
+together (``BatchBuilder``), where pages come from (``PagePool``), how leases live (``ReservationTable``), tokens' meaning,
 sampling, threads, the clock (``now`` is handed in). Not thread-safe.
 
 The rules:
@@ -28,10 +28,10 @@ from collections.abc import Iterator
 from collections.abc import Sequence as Seq
 
 from microserving.errors import InternalError, LeaseError, Overloaded, RequestConflict
+from microserving.scheduler.batch import BatchBuilder, retire
 from microserving.scheduler.config import SchedulerConfig
-from microserving.scheduler.page_allocator import PageCounts, PageState
-from microserving.scheduler.page_pool import Grant, PagePool
-from microserving.scheduler.prefill_order import PrefillBudget, prefill_order
+from microserving.scheduler.page_allocator import PageCounts
+from microserving.scheduler.page_pool import PagePool
 from microserving.scheduler.prefix_cache import PrefixCache
 from microserving.scheduler.reservations import LeasedPages, LeaseState, ReservationTable
 from microserving.scheduler.sequence import Sequence, SequenceKind, SequenceState
@@ -45,15 +45,14 @@ class Scheduler:
 
     def __init__(self, config: SchedulerConfig) -> None:
         self.config = config
-        self.preemptions = 0
         self._pool = PagePool(
             config.total_pages, config.page_size, prefix_cache=config.prefix_cache == "radix"
         )
         self._leases = ReservationTable(self._pool, config.lease_ttl_s)
         self._sequences: dict[tuple[SequenceKind, str], Sequence] = {}  # live, in order of arrival
+        self._batch = BatchBuilder(config, self._pool, self._sequences)
         self._in_flight: list[Chunk] = []
         self._next_number = 0
-        self._pages_wanted = 0  # by the first sequence that found no pages in the last ``schedule``
         self._claims_dropped = 0
         self._stalled_until: float | None = None  # the sends may wait so long while nothing can run
 
@@ -73,17 +72,23 @@ class Scheduler:
         """
         self._require_new(sequence)
         lease = self._leases.commit(sequence.request_id, sequence.arrival)
-        sequence.cached_tokens = lease.begin
         sequence.salt = lease.salt
         self._pool.hand_over(lease, sequence)
-        self._pool.copies_made(sequence)
+        if sequence.pages:
+            self._receive(sequence, lease)
+        else:  # nothing was wanted of the sender: it starts like any other
+            self._pool.release(sequence)
+        self._admit(sequence)
+
+    def _receive(self, sequence: Sequence, lease: LeasedPages) -> None:
         last = len(sequence.tokens) - 1
         received = min(lease.end, last)
+        self._pool.copies_made(sequence)
         self._pool.publish(sequence, sequence.tokens[:received])
         sequence.computed = max(received, self._pool.adopt(sequence, sequence.tokens[:last]))
         sequence.computed_before = received
+        sequence.cached_tokens = min(lease.begin, received) + sequence.computed - received
         sequence.started = True
-        self._admit(sequence)
 
     def get(self, kind: SequenceKind, request_id: str) -> Sequence | None:
         return self._sequences.get((kind, request_id))
@@ -97,11 +102,11 @@ class Scheduler:
             raise InternalError(f"sequence {sequence.request_id!r} ended twice")
         sequence.state = SequenceState.FINISHED
         sequence.publishes = publish
-        if self._pages_wanted:  # by this one, perhaps; ``schedule`` finds out
-            self._pages_wanted = 0
+        if self._batch.pages_wanted:  # by this one, perhaps; ``schedule`` finds out
+            self._batch.pages_wanted = 0
             self._claims_dropped += 1
         if not self.is_in_flight(sequence):
-            self._release(sequence)
+            retire(self._pool, sequence)
 
     def is_in_flight(self, sequence: Sequence) -> bool:
         return any(chunk.sequence is sequence for chunk in self._in_flight)
@@ -120,9 +125,7 @@ class Scheduler:
         """
         if self._in_flight:
             raise InternalError("the last step is not complete")
-        step = self._build(now, prefill_budget)
-        while not step and self._preempt_newest_holder():
-            step = self._build(now, prefill_budget)
+        step = self._batch.build(now, prefill_budget)
         self._in_flight = step.chunks
         if step:
             self._stalled_until = None
@@ -150,7 +153,7 @@ class Scheduler:
         for chunk in chunks:
             chunk.sequence.publishes = chunk.sequence.publishes and ok
             if chunk.sequence.state is SequenceState.FINISHED:
-                self._release(chunk.sequence)
+                retire(self._pool, chunk.sequence)
             elif ok:
                 self._advance(chunk)
 
@@ -163,87 +166,6 @@ class Scheduler:
         if chunk.last:
             sequence.state = SequenceState.DECODE
             self._pool.publish(sequence, sequence.tokens[: sequence.computed])
-
-    def _build(self, now: float, prefill_budget: int | None) -> Step:
-        decodes = self._decodes_with_pages()
-        step = Step([Chunk(s, s.computed, 1, True, True, s.computed) for s in decodes])
-        budget = self._budget(prefill_budget if decodes else None)
-        self._pages_wanted = 0
-        for sequence in prefill_order(self._sequences.values()):
-            if budget.spent:
-                break
-            if not budget.accepts(sequence):
-                continue
-            cached_from = sequence.computed
-            if sequence.state is SequenceState.WAITING:
-                grant = None if sequence.is_late(now) else self._start(sequence)
-                if grant is None:
-                    continue
-                step.copies.extend(grant.copies)
-            step.chunks.append(budget.chunk(sequence, cached_from))
-        return step
-
-    def _budget(self, prefill_budget: int | None) -> PrefillBudget:
-        tokens = self.config.chunk_size_tokens
-        if prefill_budget is not None:
-            tokens = min(tokens, max(prefill_budget, 1))  # prefills never stop for good
-        return PrefillBudget(tokens, chunked=self.config.chunked_prefill_enabled)
-
-    def _decodes_with_pages(self) -> list[Sequence]:
-        """The decodes that have a page for their next token, oldest first; may preempt newer sequences."""
-        ready: list[Sequence] = []
-        for sequence in list(self._sequences.values()):
-            if sequence.state is SequenceState.DECODE and self._grow(sequence):
-                ready.append(sequence)
-        return ready
-
-    def _grow(self, sequence: Sequence) -> bool:
-        """One more page if the next token needs it: one that is available, or the newest newer sequences'."""
-        while self._pool.available < self._pool.missing(sequence, len(sequence.tokens)):
-            victim = self._newest_holder()
-            if victim is None or victim is sequence:
-                return False
-            self._preempt(victim)
-        self._pool.grow(sequence, len(sequence.tokens))
-        return True
-
-    def _start(self, sequence: Sequence) -> Grant | None:
-        """Let a waiting sequence run, with the pages of all its tokens."""
-        if self._is_full() or (self._pages_wanted and sequence.handle is None):
-            return None
-        grant = self._open(sequence) if sequence.handle is None else self._grow_received(sequence)
-        if grant is None:
-            self._pages_wanted = self._pages_wanted or self._pool.missing(sequence, len(sequence.tokens))
-            return None
-        sequence.computed = grant.matched
-        sequence.state = SequenceState.PREFILL
-        return grant
-
-    def _open(self, sequence: Sequence) -> Grant | None:
-        tokens = len(sequence.tokens)
-        # A generation computes its last token in any case, for its logits.
-        wanted = tokens if sequence.kind is SequenceKind.SEND else tokens - 1
-        grant = self._pool.open(
-            sequence,
-            PageState.RUNNING,
-            sequence.tokens[:wanted],
-            tokens,
-            shared_limit=wanted,
-            spare=self._spare(idle=not self._any_running()),
-        )
-        if grant is not None and not sequence.started:
-            sequence.started = True
-            sequence.cached_tokens = grant.matched
-            self._pool.cache.count(wanted, grant.matched)
-        return grant
-
-    def _grow_received(self, sequence: Sequence) -> Grant | None:
-        """It holds what it received, which is of no use to anybody else: only the running decodes go before it."""
-        missing = self._pool.missing(sequence, len(sequence.tokens))
-        if missing > 0 and self._pool.available < missing + self._decode_headroom():
-            return None
-        self._pool.grow(sequence, len(sequence.tokens))
-        return Grant(sequence.computed, [])
 
     # --- reservations ----------------------------------------------------------------------------------------
 
@@ -258,7 +180,8 @@ class Scheduler:
         if (SequenceKind.GENERATE, request_id) in self._sequences or request_id in self._leases:
             raise RequestConflict(f"request {request_id!r} is live", param="request_id")
         self._require_room()
-        spare = self._pages_wanted + self._spare(idle=not self._any_running() and not len(self._leases))
+        idle = not self._batch.running and not len(self._leases)
+        spare = self._batch.pages_wanted + self._batch.spare(idle=idle)
         lease = self._leases.issue(request_id, prompt, end, now, salt=salt, spare=spare)
         if lease is not None:
             self._pool.cache.count(end, lease.begin)
@@ -320,6 +243,11 @@ class Scheduler:
         return self._pool.cache
 
     @property
+    def preemptions(self) -> int:
+        """How often a sequence lost its pages to another."""
+        return self._batch.preemptions
+
+    @property
     def pages_freed(self) -> int:
         """Moves whenever pages became available, or unclaimed: who waits for pages looks at it."""
         return self._pool.freed + self._claims_dropped
@@ -373,55 +301,10 @@ class Scheduler:
         if live >= self.config.max_sequences:
             raise Overloaded(f"the engine already has {live} requests", retry_after_s=RETRY_AFTER_S)
         limit = self.config.ingestion_queue_size
-        if limit is not None and self._in_state(SequenceState.WAITING) >= limit:
+        if limit is not None and self._batch.in_state(SequenceState.WAITING) >= limit:
             raise Overloaded(f"{limit} requests already wait for the engine", retry_after_s=RETRY_AFTER_S)
 
     def _admit(self, sequence: Sequence) -> None:
         sequence.number = self._next_number
         self._next_number += 1
         self._sequences[sequence.key] = sequence
-
-    def _in_state(self, *states: SequenceState) -> int:
-        return sum(s.state in states for s in self._sequences.values())
-
-    def _any_running(self) -> bool:
-        return self._in_state(SequenceState.PREFILL, SequenceState.DECODE) > 0
-
-    def _is_full(self) -> bool:
-        limit = self.config.max_concurrent_prefills
-        if limit is not None and self._in_state(SequenceState.PREFILL) >= limit:
-            return True
-        return self._in_state(SequenceState.PREFILL, SequenceState.DECODE) >= self.config.max_batch_size
-
-    def _decode_headroom(self) -> int:
-        return self._in_state(SequenceState.DECODE)
-
-    def _spare(self, *, idle: bool) -> int:
-        """Pages that a start must leave to others."""
-        return self._decode_headroom() if idle else max(self._decode_headroom(), self.config.kept_back)
-
-    def _newest_holder(self) -> Sequence | None:
-        return next((s for s in reversed(self._sequences.values()) if s.pages), None)
-
-    def _preempt_newest_holder(self) -> bool:
-        """When nothing can run: take the newest holder's pages for the oldest sequence. False when that is no help."""
-        victim = self._newest_holder()
-        if victim is None or victim is next(iter(self._sequences.values())):
-            return False
-        self._preempt(victim)
-        return True
-
-    def _preempt(self, sequence: Sequence) -> None:
-        sequence.computed_before = max(sequence.computed_before, sequence.computed)
-        self._release(sequence)
-        sequence.computed = 0
-        sequence.state = SequenceState.WAITING
-        self.preemptions += 1
-
-    def _release(self, sequence: Sequence) -> None:
-        """Its pages are others' to have; what it computed stays in the cache until they are wanted."""
-        if sequence.handle is None:
-            return
-        if sequence.publishes:
-            self._pool.publish(sequence, sequence.tokens[: sequence.computed], tail=True)
-        self._pool.release(sequence)

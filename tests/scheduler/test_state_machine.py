@@ -30,6 +30,8 @@ from microserving.scheduler import (
     Step,
 )
 
+pytestmark = pytest.mark.timeout(600)  # to make a failing example short takes long
+
 PAGE = 4
 TTL = 10.0
 CACHE = "prefix cache"
