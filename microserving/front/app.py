@@ -49,6 +49,8 @@ class FrontApp(FastAPI):
         )
         self._hot_routes = tuple(hot_routes)
         self._endpoints = {route.path: Endpoint(route.handler, settings, limits) for route in hot_routes}
+        self.endpoints = {path.encode("ascii"): endpoint for path, endpoint in self._endpoints.items()}
+        """For a server that can do without ASGI (``http_protocol``)."""
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "http":

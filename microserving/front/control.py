@@ -30,7 +30,9 @@ class ControlRoute(APIRoute):
                     response = await handle(request)
                 except Exception as error:  # noqa: BLE001 - the wall between our bugs and the client
                     response = _error_response(client_error(error))
-            response.headers["x-request-id"] = client_id(request.headers) or request_id
+            response.headers["x-request-id"] = (
+                client_id(request.headers.get("x-request-id", "")) or request_id
+            )
             return response
 
         return answer

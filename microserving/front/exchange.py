@@ -6,18 +6,16 @@ after a stream has begun. Does not know what is asked or answered.
 
 from __future__ import annotations
 
-import asyncio
 import logging
 import math
+import os
 import re
 import time
-import uuid
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 from http import HTTPStatus
 from typing import Any
 
-from starlette.datastructures import Headers
 from starlette.types import Receive, Scope, Send
 
 from microserving.errors import (
@@ -29,6 +27,7 @@ from microserving.errors import (
     error_body,
     http_status,
 )
+from microserving.front.channel import AsgiChannel, Channel, ClientLeftError, Header
 from microserving.front.settings import BodyLimits, FrontSettings
 from microserving.observability import request_id_scope
 from microserving.protocol.body import MAX_VALUES
@@ -41,6 +40,7 @@ _MAX_CLIENT_ID_CHARS = 128
 _DEFAULT_RETRY_AFTER_S = 1
 _CLOSE = (b"connection", b"close")
 """With an answer to a body that was not read whole: the rest is not worth waiting for."""
+_JSON = (b"content-type", b"application/json")
 _STREAM_HEADERS = (
     (b"content-type", b"text/event-stream; charset=utf-8"),
     (b"cache-control", b"no-cache"),
@@ -48,20 +48,16 @@ _STREAM_HEADERS = (
 )
 
 
-class _ClientLeftError(Exception):
-    """The client closed the connection; nobody reads an answer any more."""
-
-
 @dataclass(slots=True)
 class Exchange:
     """What a handler works with. request_id: made here, unique. headers: of the answer, may be added to before it
-    begins. max_values: JSON values that the body may hold. client_headers: of the request, as ASGI has them. arrived: by
-    ``time.monotonic``. The answer is either one ``reply`` or a stream (``send_events`` ..., then ``end_stream``)."""
+    begins. max_values: JSON values that the body may hold. client_headers: of the request, names in lower case. arrived:
+    by ``time.monotonic``. The answer is either one ``reply`` or a stream (``send_events`` ..., then ``end_stream``)."""
 
     request_id: str
     body: bytes
     headers: list[tuple[bytes, bytes]]
-    _send: Send
+    _channel: Channel
     max_values: int = MAX_VALUES
     client_headers: Sequence[tuple[bytes, bytes]] = ()
     arrived: float = field(default_factory=time.monotonic, init=False)
@@ -73,14 +69,7 @@ class Exchange:
     ) -> None:
         """The whole answer, as JSON."""
         self._replied = True
-        own = [(b"content-type", b"application/json"), (b"content-length", b"%d" % len(body))]
-        start = {
-            "type": "http.response.start",
-            "status": status,
-            "headers": [*own, *self.headers, *headers],
-        }
-        await self._send(start)
-        await self._send({"type": "http.response.body", "body": body})
+        await self._channel.reply(status, [_JSON, *self.headers, *headers], body)
 
     async def reply_json(self, value: Any, *, status: int = 200) -> None:
         await self.reply(dump(value), status=status)
@@ -89,8 +78,7 @@ class Exchange:
         """Stream the data of some events; the first call also sends the headers."""
         if not self.streaming:
             self.streaming = True
-            headers = [*_STREAM_HEADERS, *self.headers]
-            await self._send({"type": "http.response.start", "status": 200, "headers": headers})
+            await self._channel.begin_stream([*_STREAM_HEADERS, *self.headers])
         await self._write(b"".join(map(encode_event, events)))
 
     async def end_stream(self) -> None:
@@ -110,7 +98,7 @@ class Exchange:
             await self.reply(body, status=http_status(error), headers=error_headers(error))
 
     async def _write(self, data: bytes, *, more: bool = True) -> None:
-        await self._send({"type": "http.response.body", "body": data, "more_body": more})
+        await self._channel.write(data, more=more)
 
 
 Handler = Callable[[Exchange], Awaitable[None]]
@@ -124,36 +112,40 @@ class Endpoint:
         self._handler = handler
         self._settings = settings
         self._limits = limits
+        self.write_timeout_s = settings.write_timeout_s
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        request_id = uuid.uuid4().hex
+        await self.serve(AsgiChannel(scope, receive, send))
+
+    async def serve(self, channel: Channel) -> None:
+        """Handle one exchange to its end."""
+        request_id = os.urandom(16).hex()
         limits = self._limits()
-        echoed = client_id(Headers(scope=scope)) or request_id
+        echoed = client_id(_value(channel.headers, b"x-request-id")) or request_id
         exchange = Exchange(
             request_id=request_id,
             body=b"",
             headers=[(b"x-request-id", echoed.encode("ascii"))],
-            _send=send,
+            _channel=channel,
             max_values=limits.max_values,
-            client_headers=scope["headers"],
+            client_headers=channel.headers,
         )
         with request_id_scope(request_id):
             try:
-                exchange.body = await self._read_body(scope, receive, exchange, limits.max_bytes)
-                await _unless_gone(self._handler(exchange), receive)
-            except _ClientLeftError:
+                exchange.body = await self._read_body(channel, exchange, limits.max_bytes)
+                await channel.run(self._handle(exchange))
+            except ClientLeftError:
                 _logger.info("the client left before the answer was complete")
             except Exception as error:  # noqa: BLE001 - the wall between our bugs and the client
                 await exchange.fail(client_error(error))
 
-    async def _read_body(self, scope: Scope, receive: Receive, exchange: Exchange, max_bytes: int) -> bytes:
+    async def _handle(self, exchange: Exchange) -> None:
+        await self._handler(exchange)
+
+    async def _read_body(self, channel: Channel, exchange: Exchange, max_bytes: int) -> bytes:
         try:
-            async with asyncio.timeout(self._settings.body_timeout_s):
-                return await _read_bounded(scope, receive, max_bytes)
-        except TimeoutError:
-            exchange.headers.append(_CLOSE)
-            raise InvalidRequest("the body did not arrive in time") from None
-        except PayloadTooLarge:
+            return await channel.read_body(max_bytes, self._settings.body_timeout_s)
+        except (InvalidRequest, PayloadTooLarge):
             exchange.headers.append(_CLOSE)
             raise
 
@@ -184,54 +176,16 @@ def plain_error(status: int, code: str, message: str | None = None) -> dict[str,
     }
 
 
-async def _read_bounded(scope: Scope, receive: Receive, limit: int) -> bytes:
-    too_large = PayloadTooLarge(f"the body is larger than {limit} bytes")
-    declared = Headers(scope=scope).get("content-length", "")
-    if declared.isdecimal() and (len(declared) > 18 or int(declared) > limit):
-        raise too_large
-    body = bytearray()
-    while True:
-        message = await receive()
-        if message["type"] == "http.disconnect":
-            raise _ClientLeftError
-        body += message.get("body", b"")
-        if len(body) > limit:
-            raise too_large
-        if not message.get("more_body", False):
-            return bytes(body)
-
-
-async def _unless_gone(work: Awaitable[None], receive: Receive) -> None:
-    """Run ``work``; when the client leaves first, cancel it, wait until it has cleaned up, and raise _ClientLeftError."""
-    task = asyncio.ensure_future(work)
-    watch = asyncio.ensure_future(_client_gone(receive))
-    try:
-        await asyncio.wait((task, watch), return_when=asyncio.FIRST_COMPLETED)
-        gone = not task.done()
-    finally:
-        task.cancel()
-        watch.cancel()
-        await asyncio.wait((task, watch))
-    if not gone:
-        if task.cancelled():  # not by us, and nobody cancelled us: the client must get an answer all the same
-            raise InternalError("the request was cancelled inside the server")
-        task.result()
-        return
-    if not task.cancelled() and (error := task.exception()) is not None:
-        _logger.error("cleaning up after the client left failed", exc_info=error)
-    raise _ClientLeftError
-
-
-async def _client_gone(receive: Receive) -> None:
-    """Returns when the client has closed the connection, or its sending half (which leavers do, too): TCP does not tell
-    the two apart, and what is computed for a client that has left is lost to the others. Clients must keep it open."""
-    while (await receive())["type"] != "http.disconnect":
-        pass
-
-
-def client_id(headers: Headers) -> str:
+def client_id(given: str) -> str:
     """The client's own request id as far as it may be echoed: printable ASCII, bounded. It is never used as a key."""
-    return _UNPRINTABLE.sub("", headers.get("x-request-id", "")[:_MAX_CLIENT_ID_CHARS])
+    return _UNPRINTABLE.sub("", given[:_MAX_CLIENT_ID_CHARS])
+
+
+def _value(headers: Sequence[Header], wanted: bytes) -> str:
+    for name, value in headers:
+        if name == wanted:
+            return value.decode("latin-1")
+    return ""
 
 
 def error_headers(error: MicroservingError) -> list[tuple[bytes, bytes]]:

@@ -1,5 +1,7 @@
 """uvicorn's httptools protocol with limits on what comes before and behind a body, and on the time it may take.
 
+A POST to one of the app's ``endpoints`` is served past ASGI, by a ``DirectChannel``.
+
 Owns: the bytes and headers of a request's head (431), bytes from which the parser makes nothing (431), how long a head
 or an unread rest of a body may take to arrive, and what follows a whole request that cannot be parsed. Uvicorn bounds
 none of these, and the parser keeps what it has not finished in memory. Does not know bodies (``exchange``).
@@ -11,13 +13,15 @@ their own: the connection is closed after the one that is due.
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Mapping
 from http import HTTPStatus
-from typing import Any, Final
+from typing import Any, Final, cast
 
 import httptools
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
-from microserving.front.exchange import plain_error
+from microserving.front.direct_channel import DirectChannel
+from microserving.front.exchange import Endpoint, plain_error
 from microserving.protocol.responses import dump
 
 MAX_HEAD_BYTES: Final = 64 * 2**10
@@ -43,6 +47,7 @@ class BoundedHeadProtocol(HttpToolsProtocol):
         self._upgrading = False
         self._deaf = False  # nothing that still comes is read as HTTP
         self._timer: asyncio.TimerHandle | None = None
+        self._endpoints: Mapping[bytes, Endpoint] = getattr(self.app, "endpoints", {})
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
@@ -92,8 +97,35 @@ class BoundedHeadProtocol(HttpToolsProtocol):
         self._progressed = True
         self._stop_timer()
         self._upgrading = self.parser.should_upgrade() and self.parser.get_method() != b"CONNECT"
-        if not self._upgrading:
+        if self._upgrading:
+            return
+        endpoint = self._endpoints.get(self.url)
+        if endpoint is None or self.parser.get_method() != b"POST" or self.parser.get_http_version() != "1.1":
             super().on_headers_complete()
+        else:
+            self._begin(endpoint)
+
+    def _begin(self, endpoint: Endpoint) -> None:
+        """As uvicorn does, but with our own channel instead of an ASGI cycle."""
+        previous = self.cycle
+        channel = DirectChannel(
+            endpoint.serve,
+            headers=self.headers,
+            address=self.client[0] if self.client else "",
+            transport=self.transport,
+            flow=self.flow,
+            common=self.server_state.default_headers,
+            keep_alive=self.parser.should_keep_alive(),
+            expects_continue=self.expect_100_continue,
+            write_timeout_s=endpoint.write_timeout_s,
+            on_response=self.on_response_complete,
+        )
+        self.cycle = cast(Any, channel)
+        if previous is None or previous.response_complete:
+            self._start_asgi_task(self.cycle, self.app)
+        else:
+            self.flow.pause_reading()
+            self.pipeline.appendleft((self.cycle, self.app))
 
     def on_body(self, body: bytes) -> None:
         self._progressed = True

@@ -123,6 +123,8 @@ def _configuration(app: ASGIApp) -> uvicorn.Config:
         log_level="warning",
         access_log=False,
         server_header=False,
+        date_header=False,
+        proxy_headers=False,
         timeout_keep_alive=KEEP_ALIVE_S,
         timeout_graceful_shutdown=GRACE_S,
     )

@@ -30,12 +30,15 @@ class FrontSettings:
     """max_body_bytes, body_timeout_s: of one request body, enforced while it is read. max_body_bytes None: what the
     longest prompt of the served model needs; several prompts share that.
 
+    write_timeout_s: how long a client may leave unread what is buffered for it; then its stream is cut.
+
     strict_fields: unknown body fields are refused (400) instead of ignored. max_concurrent_choices: how many of one
     request's choices (n, several prompts) run at once; the others wait for their turn.
     """
 
     max_body_bytes: int | None = None
     body_timeout_s: float = 60.0
+    write_timeout_s: float = 60.0
     strict_fields: bool = False
     max_concurrent_choices: int = 8
 
