@@ -52,8 +52,7 @@ class Window:
 
 
 class PoolMetrics:
-    """ttft: seconds from a request's arrival to its first token. itl: seconds between two tokens that follow each
-    other."""
+    """ttft: seconds from a request's arrival to its first token. itl: seconds between two output tokens, means of a few."""
 
     def __init__(self, clock: Callable[[], float], horizon_s: float) -> None:
         self.ttft = Window(clock, horizon_s)
@@ -79,7 +78,7 @@ class ClusterMetrics:
             pool.ttft.add(seconds)
 
     def add_itl(self, role: EngineRole, seconds: float) -> None:
-        """The router saw the next token; a chunk of n tokens counts as one sample of its time over n."""
+        """The mean time between two tokens over the last few of a request; longer ones count more often."""
         for pool in self._pools(role):
             pool.itl.add(seconds)
 
