@@ -104,7 +104,7 @@ class BatchBuilder:
         if grant is None:
             self.pages_wanted = self.pages_wanted or self._pool.missing(sequence, len(sequence.tokens))
             return None
-        sequence.computed = grant.matched
+        sequence.computed, sequence.expected_cached = grant.matched, 0
         sequence.state = SequenceState.PREFILL
         return grant
 
@@ -156,6 +156,7 @@ class BatchBuilder:
     def _preempt(self, sequence: Sequence) -> None:
         sequence.computed_before = max(sequence.computed_before, sequence.computed)
         retire(self._pool, sequence)
+        sequence.expected_cached = sequence.computed if self._pool.cache.enabled else 0
         sequence.computed = 0
         sequence.state = SequenceState.WAITING
         self.preemptions += 1

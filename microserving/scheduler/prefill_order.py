@@ -15,9 +15,9 @@ AGING_TOKENS_PER_S = 1000.0
 
 
 def prefill_order(sequences: Iterable[Sequence]) -> list[Sequence]:
-    """Those with tokens to prefill: shorter first, but a prompt of n tokens is passed only for n / AGING seconds."""
+    """Those with tokens to prefill: less work first, but a prompt of n tokens is passed only for n / AGING seconds."""
     pending = (s for s in sequences if s.state in (SequenceState.WAITING, SequenceState.PREFILL))
-    return sorted(pending, key=lambda s: (s.remaining + AGING_TOKENS_PER_S * s.arrival, s.number))
+    return sorted(pending, key=lambda s: (s.work_ahead + AGING_TOKENS_PER_S * s.arrival, s.number))
 
 
 class PrefillBudget:

@@ -8,7 +8,7 @@ The rules:
 - A step has every running decode (one token each), then prefill chunks of together at most ``chunk_size_tokens``:
   a long prompt never stops a decode. At most ``max_batch_size`` sequences run at once, at most
   ``max_concurrent_prefills`` of them between their first and their last chunk.
-- Shorter prompts first, with aging. The first that finds no pages closes the door behind it.
+- Prompts with less to compute first, with aging. The first that finds no pages closes the door behind it.
 - A sequence takes the pages of all its tokens when it starts, as many of them shared as the prefix cache has, then one
   page at a time. A start leaves one page for each running decode, and the share above ``memory_threshold`` unless
   nothing runs. Cached pages that nobody pins count as free: they are evicted when they are wanted.
@@ -62,6 +62,7 @@ class Scheduler:
         """Queue a new sequence. Raises RequestConflict (live id), Overloaded (queue full)."""
         self._require_new(sequence)
         self._require_room()
+        sequence.expected_cached = self.match_prefix(sequence.salt, sequence.tokens)
         self._admit(sequence)
 
     def add_received(self, sequence: Sequence) -> None:

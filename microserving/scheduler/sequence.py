@@ -54,6 +54,9 @@ class Sequence:
     computed_before: int = (
         0  # positions below this were computed (or received) here once, before a preemption
     )
+    expected_cached: int = (
+        0  # of a sequence that waits: how many tokens the cache had when it was last looked at
+    )
     cached_tokens: int = 0  # found in the prefix cache when it first started, or when its pages were reserved
     started: bool = False
     publishes: bool = True  # False: what it computed may be wrong, nobody shall share it
@@ -71,6 +74,11 @@ class Sequence:
     def remaining(self) -> int:
         """Tokens whose K/V is still to be computed; 1 in a decode."""
         return len(self.tokens) - self.computed
+
+    @property
+    def work_ahead(self) -> int:
+        """Tokens that will have to be computed, as far as it can be foreseen."""
+        return len(self.tokens) - max(self.computed, self.expected_cached)
 
     def is_late(self, now: float) -> bool:
         """Has its deadline come?"""

@@ -184,6 +184,14 @@ def test_what_a_stream_uses_is_never_evicted() -> None:
     scheduler.check()
 
 
+def test_what_is_cached_makes_a_prompt_short() -> None:
+    scheduler = make(chunk_size_tokens=16)
+    serve(scheduler, prompt("a", 16))
+    scheduler.add(prompt("short", 6, first=100))
+    scheduler.add(prompt("cached", 18))
+    assert shape(step(scheduler)) == [("cached", 0, 16, 2), ("short", 0, 0, 6)]
+
+
 # --- reservations ------------------------------------------------------------------------------------------------
 
 
@@ -287,6 +295,45 @@ def test_a_quarantined_lease_lets_go_of_what_it_shared() -> None:
     scheduler.end_write(lease.lease_id, ok=True, now=30.0)
     assert (scheduler.pages.quarantined, scheduler.pages.free) == (0, 14)
     scheduler.check()
+
+
+@pytest.mark.case("PD-26")
+@pytest.mark.parametrize("tokens", [1, 2, 3, 4, 5, 8])
+@pytest.mark.parametrize("warm", [False, True])
+def test_short_prompts_and_windows_of_nothing(tokens: int, warm: bool) -> None:
+    scheduler = make()
+    if warm:
+        serve(scheduler, prompt("a", tokens))
+    for name, end in (("none", 0), ("most", tokens - 1), ("all", tokens)):
+        receive(scheduler, name, tokens, end)
+        scheduler.add_received(prompt(name, tokens))
+        done = step(scheduler)
+        assert done.chunks[-1].sequence.request_id == name
+        assert done.chunks[-1].last
+        assert done.chunks[-1].start == (tokens - 1 if warm or end >= tokens - 1 else 0)
+        finished = scheduler.get(SequenceKind.GENERATE, name)
+        assert finished is not None
+        scheduler.finish(finished)
+        if not warm:
+            scheduler.prefix_cache.evict(scheduler.prefix_cache.evictable)
+
+
+@pytest.mark.case("PD-09")
+def test_what_was_received_goes_back_when_it_is_aborted_before_it_ran() -> None:
+    scheduler = make(max_batch_size=1)
+    scheduler.add(prompt("stream", 4, first=100))
+    step(scheduler)
+    receive(scheduler, "r", 13, 12)
+    waiting = prompt("r", 13)
+    scheduler.add_received(waiting)
+    step(scheduler)
+    assert waiting.state is SequenceState.WAITING
+    scheduler.finish(waiting)
+    assert (scheduler.pages.reserved, scheduler.prefix_cache.evictable) == (0, 3)
+    receive(scheduler, "s", 13, 12)
+    scheduler.abort_reservation("s")
+    scheduler.check()
+    assert scheduler.pages.reserved == 0
 
 
 @pytest.mark.parametrize("end", [5, 8, 13])
@@ -406,6 +453,22 @@ def test_who_shares_all_its_pages_is_no_help_when_preempted() -> None:
     for _ in range(8):
         step(scheduler)
     assert middle.state is SequenceState.WAITING
+
+
+def test_two_sequences_do_not_preempt_each_other_in_turn() -> None:
+    """Either alone needs the whole pool: the newer one gives way, and again each time it had room for a while."""
+    scheduler = make(total_pages=6)
+    for name, first in (("old", 0), ("new", 50)):
+        scheduler.add(prompt(name, 4, first=first))
+    ended = []
+    for _ in range(60):
+        done = step(scheduler)
+        for chunk in done.chunks:
+            if len(chunk.sequence.tokens) == 24:
+                scheduler.finish(chunk.sequence)
+                ended.append(chunk.sequence.request_id)
+    assert ended == ["old", "new"]
+    assert scheduler.preemptions <= 2
 
 
 # --- limits ------------------------------------------------------------------------------------------------------

@@ -30,7 +30,10 @@ from microserving.scheduler import (
     Step,
 )
 
-pytestmark = pytest.mark.timeout(600)  # to make a failing example short takes long
+pytestmark = [
+    pytest.mark.timeout(600),  # to make a failing example short takes long
+    *(pytest.mark.case(name) for name in ("PD-03", "PX-09", "PX-11", "MT-01")),
+]
 
 PAGE = 4
 TTL = 10.0
@@ -155,6 +158,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.published = Published(self.scheduler._pool.allocator)
         self.now = 0.0
         self.count = 0
+        self.counters = (0, 0, 0, 0)
         self.bank: list[list[int]] = [[]]
         self.requests: dict[tuple[SequenceKind, str], Request] = {}
         self.ended: list[Request] = []
@@ -493,6 +497,16 @@ class SchedulerMachine(RuleBasedStateMachine):
         assert pages.free + pages.cached + pages.running + pages.reserved + pages.quarantined == pages.total
         assert set(self.published.paths) == self.pages_of(CACHE)
         self.scheduler.check()
+
+    @invariant()
+    def counters_only_grow(self) -> None:
+        if not hasattr(self, "scheduler"):
+            return
+        scheduler, cache = self.scheduler, self.scheduler.prefix_cache
+        counters = (cache.query_tokens, cache.hit_tokens, cache.evicted_pages, scheduler.preemptions)
+        assert all(now >= before for now, before in zip(counters, self.counters, strict=True))
+        assert cache.hit_tokens <= cache.query_tokens
+        self.counters = counters
 
     @invariant()
     def what_is_published_is_there(self) -> None:
