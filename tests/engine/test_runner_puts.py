@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
+import os
+import signal
+import subprocess
+import sys
 import threading
 from collections.abc import Callable
+from contextlib import closing
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -16,6 +22,7 @@ from microserving.engine.model_runner import TVMModelRunner
 from microserving.engine.runner import LayerTimes, ModelRunner, RemotePut, RemoteTarget, RunnerChunk
 from microserving.engine.tensors import aligned_bytes
 from microserving.errors import InternalError
+from microserving.transports import create_transport
 from microserving.transports.base import LeaseGuard, RemotePool
 from tests.engine.random_weights import (
     QUANTISED,
@@ -24,6 +31,7 @@ from tests.engine.random_weights import (
     pool_memory,
     small_config,
 )
+from tests.transports.conformance_harness import RecordingObserver
 
 PAGES, REMOTE_PAGES, SIZE, LAYERS = 24, 17, 16, 3
 WEIGHTS = RandomWeights(small_config(tied=True, layers=LAYERS), QUANTISED)
@@ -48,7 +56,12 @@ class Subject:
 
 
 @pytest.fixture(scope="module")
-def compiled(tmp_path_factory: pytest.TempPathFactory) -> tuple[TVMModelRunner, Pool]:
+def cache_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("cache")
+
+
+@pytest.fixture(scope="module")
+def compiled(cache_dir: Path) -> tuple[TVMModelRunner, Pool]:
     memory = pool_memory(LAYOUT, PAGES)
     runner = TVMModelRunner.create(
         WEIGHTS,
@@ -56,7 +69,7 @@ def compiled(tmp_path_factory: pytest.TempPathFactory) -> tuple[TVMModelRunner, 
         total_pages=PAGES,
         pool_memory=memory,
         threads=2,
-        cache_dir=tmp_path_factory.mktemp("cache"),
+        cache_dir=cache_dir,
     )
     return runner, bits(memory, PAGES)
 
@@ -232,3 +245,40 @@ def test_slots_and_words_that_do_not_exist_never_reach_a_kernel(subject: Subject
         with pytest.raises(InternalError, match="lease word"):
             subject.runner.run([RunnerChunk([1], 0, [0], True, RemotePut(pool, good, guard))])
     assert untouched(pool, other_slots(good[:0], REMOTE_PAGES))
+
+
+@pytest.mark.case("PD-03")
+@pytest.mark.case("PD-40")
+@pytest.mark.usefixtures("compiled")  # its code is in the cache by then
+@pytest.mark.parametrize("ended", [False, True])
+def test_a_sender_that_was_stopped_between_two_layers(ended: bool, cache_dir: Path, tmp_path: Path) -> None:
+    """Real processes and the compiled step. ended: the lease ends meanwhile, and its pages get another owner's bytes."""
+    observer = RecordingObserver()
+    receiver = create_transport("shared_memory", runtime_dir=tmp_path / "run")
+    memory = receiver.allocate(LAYOUT.bytes_per_page * 8)
+    receiver.serve("d0", "e1", 8, observer)
+    script, slots = Path(__file__).with_name("late_writer.py"), np.arange(50, dtype=np.int32)
+    environment = {**os.environ, "PYTHONPATH": str(script.parents[2])}
+    command = [sys.executable, str(script), str(tmp_path / "run"), str(cache_dir)]
+    with (
+        closing(receiver),
+        subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment) as sender,
+    ):
+        try:
+            stopped = os.waitid(os.P_PID, sender.pid, os.WSTOPPED | os.WEXITED)
+            assert stopped is not None
+            assert stopped.si_status == signal.SIGSTOP
+            put = rows(bits(memory, 8), slots)
+            assert [bool(layer.any()) for layer in put] == [True, False, False]
+            if ended:
+                observer.keep = False
+                receiver.revoke(1)
+                memory[:] = 0xAB
+            sender.send_signal(signal.SIGCONT)
+            assert sender.stdout is not None
+            assert sender.stdout.read().split() == ["computed", "refused" if ended else "arrived"]
+        finally:
+            sender.kill()
+    put = rows(bits(memory, 8), slots)
+    assert (memory == 0xAB).all() if ended else all(layer.any() for layer in put)
+    assert observer.events[-1][0] == "end"
