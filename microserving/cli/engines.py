@@ -19,7 +19,7 @@ The engines that a running router uses. An ENGINE is a node id (prefill-0) or a 
   microserving engines list
   microserving engines add http://127.0.0.1:8003 --role decode
   microserving engines set-role prefill-0 hybrid        new requests see it in both pools
-  microserving engines drain decode-1                   no new requests; those that run go on
+  microserving engines drain decode-1                   no new requests; waits for those that run (undrain: back)
   microserving engines remove decode-1                  drain it, then forget it (--now does not wait)"""
     actions = parser.add_subparsers(
         title="actions", metavar="ACTION", required=True, parser_class=argparse.ArgumentParser
@@ -35,6 +35,8 @@ The engines that a running router uses. An ENGINE is a node id (prefill-0) or a 
     remove.add_argument("--now", action="store_true", help="do not wait for the requests that run on it")
     drain = _add(actions, "drain", run_drain, "give an engine no new requests")
     drain.add_argument("engine", metavar="ENGINE")
+    undrain = _add(actions, "undrain", run_undrain, "give a drained engine requests again")
+    undrain.add_argument("engine", metavar="ENGINE")
     set_role = _add(actions, "set-role", run_set_role, "move an engine into another pool")
     set_role.add_argument("engine", metavar="ENGINE")
     set_role.add_argument("role", choices=_roles())
@@ -61,6 +63,10 @@ def run_remove(options: argparse.Namespace) -> int:
 
 def run_drain(options: argparse.Namespace) -> int:
     return _tell(AdminClient.of(options).call("POST", f"{_path(options.engine)}/drain"), options)
+
+
+def run_undrain(options: argparse.Namespace) -> int:
+    return _tell(AdminClient.of(options).call("POST", f"{_path(options.engine)}/undrain"), options)
 
 
 def run_set_role(options: argparse.Namespace) -> int:
