@@ -124,6 +124,7 @@ class Attempt:
                     if finished:
                         raise self._bug("went on after the last chunk")
                     finished = self._is_last(chunk)
+                    self._holdings.unclaim()  # who was chosen and not asked so far does not serve this request
                     yield chunk
             finally:
                 self._watchdog.close()

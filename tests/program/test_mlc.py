@@ -182,6 +182,8 @@ def test_none_is_a_typed_error_for_the_host() -> None:
 
 
 def test_engines_that_are_missing_or_fail() -> None:
+    with pytest.raises(NoEngine, match="not all engines are reachable"):
+        chunks_of(Fixed(), FakeCluster(prefill=1, decode=0))
     with pytest.raises(NoEngine):
         chunks_of(Router(), FakeCluster(prefill=1, decode=0))
     with pytest.raises(NoEngine):

@@ -32,7 +32,6 @@ Responses = AsyncGenerator[CompletionResponse | None, None]
 RouterMode = Literal["disagg", "round-robin"]
 
 _ALL_BUT_LAST = 1e-5
-_ORDER = {"prefill": 0, "hybrid": 1, "decode": 2}
 _SAMPLING = ("frequency_penalty", "presence_penalty", "logit_bias", "seed", "temperature", "top_p")
 
 
@@ -43,6 +42,16 @@ class _Call:
     request: Request
     engines: list[EngineClient]
     received: dict[str, Received] = field(default_factory=dict)
+
+
+class _LiveList(list[str]):
+    """MLC's files count on engines that are always there; one that is not is no bug of theirs."""
+
+    def __getitem__(self, index: Any) -> Any:
+        try:
+            return super().__getitem__(index)
+        except IndexError:
+            raise NoEngine("not all engines are reachable", retry_after_s=1.0) from None
 
 
 class Router(Program):
@@ -65,8 +74,9 @@ class Router(Program):
 
     @property
     def server_urls(self) -> list[str]:
-        """Names of the engines, to be passed to ``send_...``: prefill engines first, in a stable order."""
-        return [_url(engine) for engine in self._current.engines]
+        """Names of the engines, to be passed to ``send_...``: prefill engines first, in a stable order. An index beyond
+        the engines that are up raises NoEngine."""
+        return _LiveList(_url(engine) for engine in self._current.engines)
 
     @property
     def num_servers(self) -> int:
@@ -89,7 +99,8 @@ class Router(Program):
     async def route(self, request: Request, cluster: Cluster) -> Chunks:
         """Runs ``translate_request``. Raises Preempted where it yields None: the host then lets it run again, or go on
         elsewhere when the client has seen some output."""
-        view = self._view(_Call(request, sorted(cluster.all, key=lambda engine: _ORDER[engine.role])))
+        engines = {engine.id: engine for engine in (*cluster.prefill, *cluster.decode)}
+        view = self._view(_Call(request, list(engines.values())))
         produced = len(request.resume_output_ids)
         translated = view.translate_request(CompletionRequest.of(request), request.request_id)
         async with aclosing(translated) as responses:

@@ -11,7 +11,7 @@ class LeastBusyDecode(Router):
         self, request: openai_api_protocol.CompletionRequest, request_id: str
     ) -> AsyncGenerator[openai_api_protocol.CompletionResponse | None, Any]:
         request.user = request_id
-        decode_id = min(range(1, len(self.server_urls)), key=lambda i: self.num_running_requests[i])
+        decode_id = self._pick_endpoint(range(1, self.num_servers))
         split = len(request.prompt) - 1
         self.num_running_requests[decode_id] += 1
         async with aiohttp.ClientSession(
