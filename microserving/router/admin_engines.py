@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import Any
 
 from fastapi import APIRouter, Request
 from pydantic import BaseModel, Field
@@ -50,7 +51,7 @@ class EngineAdmin:
 
     def router(self) -> APIRouter:
         router = control_router()
-        routes = [
+        routes: list[tuple[str, str, Callable[..., Any]]] = [
             ("GET", "/admin/engines", self.engines),
             ("POST", "/admin/engines", self.add),
             ("POST", f"{_ONE}/drain", self.drain),

@@ -11,6 +11,7 @@ from pydantic import BaseModel
 from microserving.front import FrontSettings, control_router, create_front
 from microserving.program import EngineLoad, EngineRole, setting_types
 from microserving.router.admin import ProgramAdmin, create_admin_app
+from microserving.router.admin_engines import EngineAdmin
 from microserving.router.admin_listener import admin_served
 from microserving.router.config import RouterConfig, Setting
 from microserving.router.deployment import Deployer
@@ -85,7 +86,9 @@ class Router:
         self.app: FastAPI = create_front(
             self._dispatcher, settings, title="microserving router", control=control, lifespan=self._lifespan
         )
-        self.admin_app: FastAPI = create_admin_app(ProgramAdmin(self._host, self._deployer).router())
+        self.admin_app: FastAPI = create_admin_app(
+            ProgramAdmin(self._host, self._deployer).router(), EngineAdmin(self._registry).router()
+        )
 
     async def start(self) -> None:
         """Reach every peer, then serve. Raises ConfigError, one line, when one does not answer or does not fit."""
