@@ -26,7 +26,6 @@ from microserving.model_files import default_cache_dir
 
 VERSIONS = {"vllm-router": "0.1.17", "sglang-router": "0.3.2"}
 HERE = Path(__file__).parent
-_TICKS = os.sysconf("SC_CLK_TCK")
 _PAGE = os.sysconf("SC_PAGE_SIZE")
 _START_S = 60.0
 
@@ -49,7 +48,7 @@ class Router:
 
     def cpu_s(self) -> float:
         """CPU time that its processes have used so far."""
-        return sum(map(_cpu_ticks, _tree(self.pid))) / _TICKS
+        return sum(map(_cpu_ns, _tree(self.pid))) / 1e9
 
     def memory(self) -> int:
         """Resident bytes of its processes."""
@@ -202,12 +201,15 @@ def _tree(pid: int) -> list[int]:
     return found
 
 
-def _cpu_ticks(pid: int) -> int:
-    try:
-        fields = Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()
-    except OSError:
-        return 0
-    return int(fields[11]) + int(fields[12])
+def _cpu_ns(pid: int) -> int:
+    """Of all its threads that live."""
+    used = 0
+    for times in Path(f"/proc/{pid}/task").glob("*/schedstat"):
+        try:
+            used += int(times.read_text().split()[0])
+        except OSError:
+            continue
+    return used
 
 
 def _resident_pages(pid: int) -> int:

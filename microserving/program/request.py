@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-from dataclasses import dataclass, fields
-from typing import Self
+from dataclasses import dataclass, field, fields
+from operator import attrgetter
+from typing import Any, Self
 
 from microserving.protocol.generation import GenerationRequest
 
@@ -24,12 +25,16 @@ class Request(GenerationRequest):
     """
 
     deadline: float | None = None
+    encoded: dict[str | None, bytes] = field(
+        default_factory=dict, init=False, compare=False, repr=False, kw_only=True
+    )
+    """Of the host: the request in the verbs' JSON, by the model's name."""
 
     @classmethod
     def of(cls, generation: GenerationRequest, *, request_id: str, deadline: float | None = None) -> Self:
         """``generation`` under another id."""
-        values = {name: getattr(generation, name) for name in _INHERITED}
-        return cls(**{**values, "request_id": request_id}, deadline=deadline)
+        values: list[Any] = [request_id, *_inherited(generation), deadline]
+        return cls(*values)
 
     @property
     def remaining_s(self) -> float | None:
@@ -56,4 +61,5 @@ class Request(GenerationRequest):
         return max(0, min(end, last))
 
 
-_INHERITED = tuple(field.name for field in fields(GenerationRequest))
+_inherited = attrgetter(*(each.name for each in fields(GenerationRequest)[1:]))
+"""All but the id."""

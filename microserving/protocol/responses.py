@@ -9,18 +9,22 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Final, Literal
 
+import msgspec
 from pydantic import BaseModel
 
 from microserving.protocol.generation import FinishReason, GenerationChunk
 
 Kind = Literal["completion", "chat"]
+_ENCODER: Final = json.JSONEncoder(ensure_ascii=False, allow_nan=False, separators=(",", ":"))
+_encode: Final = msgspec.json.encode
+"""For what holds no float: it would write null for NaN."""
 
 
 def dump(value: Any) -> bytes:
     """Compact JSON; refuses NaN and infinities (ValueError) rather than write what no parser reads."""
-    return json.dumps(value, ensure_ascii=False, allow_nan=False, separators=(",", ":")).encode("utf-8")
+    return _ENCODER.encode(value).encode("utf-8")
 
 
 @dataclass(slots=True)
@@ -84,7 +88,7 @@ class AnswerShape:
         Empty when the piece shows nothing (no text, no finish reason, token ids not asked for).
         """
         choices = self._chat_choices(index, chunk, first) if self._chat else self._text_choices(index, chunk)
-        return [self._head + dump([choice]) + self._tail for choice in choices]
+        return [b"%b[%b]%b" % (self._head, _encode(choice), self._tail) for choice in choices]
 
     def usage_chunk(self, usage: Usage) -> bytes | None:
         """The one usage chunk, which goes last; None when it was not asked for."""
@@ -94,7 +98,7 @@ class AnswerShape:
 
     def answer(self, choices: Sequence[FinishedChoice], usage: Usage) -> bytes:
         """The whole answer of a request that is not streamed."""
-        return dump(
+        return _encode(
             {
                 **self._constants,
                 "object": "chat.completion" if self._chat else "text_completion",

@@ -5,16 +5,19 @@ Does not know which request holds what (``holdings``) nor when an engine counts 
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping
-from contextlib import aclosing, contextmanager
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from contextlib import aclosing
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, TypeVar
+
+import msgspec
 
 from microserving.errors import EngineUnavailable, InvalidRequest, MicroservingError, ShuttingDown
 from microserving.policies import EngineLoad
 from microserving.program import NOTHING_SENT, EngineClient, EngineRole, Received, Request
 from microserving.protocol import microserving as wire
+from microserving.protocol import verb_answers
 from microserving.protocol.body import WireModel, validate
 from microserving.protocol.generation import GenerationChunk, RemoteSendResult
 from microserving.protocol.generation_stream import GenerationStreamReader
@@ -25,7 +28,9 @@ from microserving.router.mlc_peer import mlc_body, mlc_info
 
 AnswerT = TypeVar("AnswerT", bound=WireModel)
 ResultT = TypeVar("ResultT")
+ReplyT = TypeVar("ReplyT")
 
+_STREAM_FIELDS = wire.stream_fields()
 _LOAD_FIELDS = tuple(EngineLoad.__dataclass_fields__)
 SLOWEST_TOKEN_S = 1.0
 """What a token may take when nobody sees it before the last one."""
@@ -108,9 +113,8 @@ class HttpEngineClient(EngineClient):
     # What programs call
 
     async def prep_recv(self, request: Request, *, end: int) -> Received:
-        answer = await self._verb(
-            "prep_recv", request, {"end": end}, wire.PrepRecvAnswer, self._timeouts.prep_recv
-        )
+        content = await self._ask("prep_recv", request, {"end": end}, self._timeouts.prep_recv)
+        answer = self._read(verb_answers.PREP_RECV, content)
         resolved = end + request.prompt_length if end < 0 else end
         if answer.prefix_matched_length > resolved:
             raise self._http.broken(f"matched {answer.prefix_matched_length} of {resolved} tokens")
@@ -128,19 +132,19 @@ class HttpEngineClient(EngineClient):
             "kv_addr_info": to.kv_append_metadata,
             "recv_rank": to.rank,
         }
-        answer = await self._verb("remote_send", request, fields, wire.RemoteSendAnswer, self._timeouts.stage)
-        return answer.result()
+        content = await self._ask("remote_send", request, fields, self._timeouts.stage)
+        return self._read(verb_answers.REMOTE_SEND, content).result()
 
     async def start_generate(self, request: Request, *, begin: int = 0) -> AsyncIterator[GenerationChunk]:
         reader = GenerationStreamReader(request.prompt_length, len(request.resume_output_ids))
         if request.whole:
             yield await self._generate_whole(request, begin, reader)
             return
-        body = self._body(request, wire.stream_fields() | {"begin": begin})
+        body = self._body(request, {**_STREAM_FIELDS, "begin": begin})
         parser = SSEParser()
         pieces = self._http.stream(_path("start_generate"), body, silence_s=self._timeouts.stage)
         answered = False
-        with self._judged():
+        with _Judged(self):
             async with aclosing(pieces):
                 async for piece in pieces:
                     if not answered:
@@ -158,7 +162,7 @@ class HttpEngineClient(EngineClient):
         """All of the output as one chunk: an answer instead of an event for every token."""
         body = self._body(request, {"begin": begin, "return_token_ids": True})
         timeout_s = self._timeouts.stage + (request.stop.max_tokens or 0) * SLOWEST_TOKEN_S
-        with self._judged():
+        with _Judged(self):
             self._http.check_open()
             content = await self._http.fetch(_path("start_generate"), body, timeout_s=timeout_s)
             self._on_outcome(self, True)
@@ -248,21 +252,18 @@ class HttpEngineClient(EngineClient):
         """Idempotent."""
         await self._http.close()
 
-    def _body(self, request: Request, fields: Mapping[str, object]) -> dict[str, Any]:
-        body = wire.completion_body(request, model=None if self.info is None else self.info.model)
-        body.update(fields)
-        return mlc_body(body, request) if self.verbs_only else body
-
-    @contextmanager
-    def _judged(self) -> Iterator[None]:
-        """Around a verb: tell when the engine failed it."""
-        try:
-            yield
-        except ShuttingDown:
-            raise
-        except EngineUnavailable:
-            self._on_outcome(self, False)
-            raise
+    def _body(self, request: Request, fields: Mapping[str, object]) -> bytes:
+        """What every verb carries is encoded once for all of them."""
+        model = None if self.info is None else self.info.model
+        if self.verbs_only:
+            return msgspec.json.encode(
+                mlc_body({**wire.completion_body(request, model=model), **fields}, request)
+            )
+        common = request.encoded.get(model)
+        if common is None:
+            common = msgspec.json.encode(wire.completion_body(request, model=model))[:-1]
+            request.encoded[model] = common
+        return b"%b,%b" % (common, msgspec.json.encode(fields)[1:]) if fields else common + b"}"
 
     async def _verb(
         self,
@@ -273,11 +274,30 @@ class HttpEngineClient(EngineClient):
         timeout_s: float,
     ) -> AnswerT:
         self._http.check_open()
-        with self._judged():
+        with _Judged(self):
             body = await self._http.post(_path(verb), self._body(request, fields), timeout_s=timeout_s)
             result = self._answer(answer, body)
         self._on_outcome(self, True)
         return result
+
+    async def _ask(
+        self, verb: str, request: Request, fields: Mapping[str, object], timeout_s: float
+    ) -> bytes:
+        self._http.check_open()
+        with _Judged(self):
+            return await self._http.fetch(_path(verb), self._body(request, fields), timeout_s=timeout_s)
+
+    def _read(self, decoder: msgspec.json.Decoder[ReplyT], content: bytes) -> ReplyT:
+        """What ``_ask`` got."""
+        with _Judged(self):
+            try:
+                reply = decoder.decode(content)
+            except msgspec.ValidationError as error:
+                raise self._http.broken(f"gave a wrong answer: {error}") from None
+            except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+                raise self._http.broken("answered something that is not a JSON object") from None
+        self._on_outcome(self, True)
+        return reply
 
     def _answer(self, model: type[AnswerT], body: dict[str, Any]) -> AnswerT:
         try:
@@ -290,6 +310,22 @@ class HttpEngineClient(EngineClient):
             return reader.feed(data)
         except MicroservingError as error:
             raise self._http.seen_by_client(error) from None
+
+
+class _Judged:
+    """Around a verb: tell when the engine failed it."""
+
+    __slots__ = ("_client",)
+
+    def __init__(self, client: HttpEngineClient) -> None:
+        self._client = client
+
+    def __enter__(self) -> None:
+        return None
+
+    def __exit__(self, _kind: object, error: BaseException | None, _trace: object) -> None:
+        if isinstance(error, EngineUnavailable) and not isinstance(error, ShuttingDown):
+            self._client._on_outcome(self._client, False)
 
 
 def _path(verb: str) -> str:

@@ -16,8 +16,8 @@ from microserving.protocol.generation import (
     SamplingParams,
     StopParams,
 )
+from microserving.protocol.generation_stream import GenerationStreamReader
 from microserving.protocol.microserving import (
-    GenerationStreamReader,
     PrepRecvAnswer,
     PrepRecvRequest,
     RemoteSendAnswer,

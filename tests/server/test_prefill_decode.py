@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 
 from microserving.engine.fake_runner import TINY_LAYOUT
-from microserving.protocol.microserving import GenerationStreamReader, stream_fields
+from microserving.protocol.generation_stream import GenerationStreamReader
+from microserving.protocol.microserving import stream_fields
 from microserving.protocol.responses import Usage
 from microserving.protocol.sse import SSEParser
 
@@ -78,16 +79,16 @@ def test_parity_with_one_engine(
 
 @pytest.mark.parametrize(("length", "end"), [(100, 99), (100, 40), (33, 33), (5, 0)])
 def test_the_work_is_where_it_belongs(prefill: Running, decode: Running, length: int, end: int) -> None:
-    prompt = prompt_of(length)
+    prompt, salt = prompt_of(length), f"work-{length}-{end}"  # nobody else's cached prefixes
     before = [engine.load()["counters"] for engine in (prefill, decode)]
-    received, sent = hand_off(prefill, decode, prompt, end, request_id="w")
+    received, sent = hand_off(prefill, decode, prompt, end, request_id="w", cache_salt=salt)
     assert received["prefix_matched_length"] == 0
     assert (received["prompt_length"], received["request_id"]) == (length, "w")
     assert 0 < received["lease_ttl_s"] <= 30
     nbytes = end * TINY_LAYOUT.bytes_per_token
     assert (sent["tokens_computed"], sent["tokens_sent"], sent["bytes_sent"]) == (end, end, nbytes)
     assert sent["prefix_matched_length"] == 0
-    decode.verb("start_generate", prompt=prompt, begin=end, max_tokens=3, request_id="w")
+    decode.verb("start_generate", prompt=prompt, begin=end, max_tokens=3, request_id="w", cache_salt=salt)
     after = [engine.load()["counters"] for engine in (prefill, decode)]
     change = [
         {k: b[k] - a[k] for k in b if isinstance(b[k], int)} for a, b in zip(before, after, strict=True)
