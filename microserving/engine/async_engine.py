@@ -20,6 +20,7 @@ from functools import partial
 
 from microserving.engine.engine import Engine
 from microserving.engine.jobs import LoadSnapshot, Reservation, SendDone, SendJob
+from microserving.engine.statistics import Timings
 from microserving.errors import EngineUnavailable, KVExhausted, MicroservingError, Overloaded, ShuttingDown
 from microserving.protocol.generation import GenerationChunk, GenerationRequest
 
@@ -119,12 +120,14 @@ class AsyncEngine:
             await _finished(future)
             raise
 
-    async def prep_recv(self, request_id: str, prompt_token_ids: Sequence[int], end: int) -> Reservation:
+    async def prep_recv(
+        self, request_id: str, prompt_token_ids: Sequence[int], end: int, cache_salt: str = ""
+    ) -> Reservation:
         """As ``Engine.prep_recv``, but waits up to ``reserve_wait_s`` for pages, first come first served.
 
         Raises KVExhausted when they did not come free, Overloaded when too many wait.
         """
-        reserve = partial(self._engine.prep_recv, request_id, tuple(prompt_token_ids), end)
+        reserve = partial(self._engine.prep_recv, request_id, tuple(prompt_token_ids), end, cache_salt)
         if not self._waiters:
             try:
                 return reserve()
@@ -143,8 +146,14 @@ class AsyncEngine:
     def renew(self, request_id: str) -> float:
         return self._engine.renew(request_id)
 
-    def match_prefix(self, prompt_token_ids: Sequence[int]) -> int:
-        return self._engine.match_prefix(prompt_token_ids)
+    def commit(self, request_id: str) -> int:
+        return self._engine.commit(request_id)
+
+    def match_prefix(self, prompt_token_ids: Sequence[int], cache_salt: str = "") -> int:
+        return self._engine.match_prefix(prompt_token_ids, cache_salt)
+
+    def timings(self) -> Timings:
+        return self._engine.timings()
 
     def load(self) -> LoadSnapshot:
         """Those who wait for pages count as waiting."""

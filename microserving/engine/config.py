@@ -9,6 +9,7 @@ from typing import Literal
 from pydantic import BaseModel, ConfigDict, Field
 
 from microserving.protocol.kv_layout import Activations, KVDtype
+from microserving.scheduler import PrefixCacheKind, SchedulerConfig
 
 NodeRole = Literal["hybrid", "prefill", "decode"]
 
@@ -19,7 +20,12 @@ def available_cpus() -> int:
 
 
 class EngineConfig(BaseModel):
-    """Sizes in tokens, pages or bytes as named; durations in seconds."""
+    """Sizes in tokens, pages or bytes as named; durations in seconds.
+
+    max_itl_ratio: how much longer than its decodes alone a step with prompt tokens may take. memory_threshold: the share
+    of the KV pool that may be in use when another request starts beside others. max_sequences counts active and waiting
+    requests, ingestion_queue_size those that wait.
+    """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -39,6 +45,12 @@ class EngineConfig(BaseModel):
     chunk_size_tokens: int = Field(256, ge=1)
     max_batch_size: int = Field(32, ge=1)
     max_sequences: int = Field(128, ge=1)
+    max_concurrent_prefills: int = Field(4, ge=1)
+    ingestion_queue_size: int = Field(64, ge=1)
+    memory_threshold: float = Field(0.85, gt=0, le=1)
+    chunked_prefill_enabled: bool = True
+    max_itl_ratio: float = Field(2.5, gt=1)
+    prefix_cache: PrefixCacheKind = "radix"
     reserve_wait_s: float = Field(5.0, ge=0)
     lease_ttl_s: float = Field(30.0, gt=0, le=3600)
     transfer_timeout_s: float = Field(30.0, gt=0)
@@ -46,3 +58,20 @@ class EngineConfig(BaseModel):
     runtime_dir: Path | None = None
     cache_dir: Path | None = None
     strict_fields: bool = False
+
+    def scheduler_config(self, total_pages: int, page_size: int) -> SchedulerConfig:
+        """The scheduler's part of it, for a pool of that size."""
+        return SchedulerConfig(
+            total_pages=total_pages,
+            page_size=page_size,
+            chunk_size_tokens=self.chunk_size_tokens,
+            max_batch_size=self.max_batch_size,
+            max_sequences=self.max_sequences,
+            lease_ttl_s=self.lease_ttl_s,
+            page_wait_s=self.reserve_wait_s,
+            prefix_cache=self.prefix_cache,
+            max_concurrent_prefills=self.max_concurrent_prefills,
+            memory_threshold=self.memory_threshold,
+            chunked_prefill_enabled=self.chunked_prefill_enabled,
+            ingestion_queue_size=self.ingestion_queue_size,
+        )

@@ -1,7 +1,8 @@
 """The engine: requests in, model steps, chunks out.
 
-Owns: the live requests and the order of a step (schedule, run, complete). Thread-safe: one lock, held for microseconds
-and never while the model runs. Does not know: asyncio, HTTP, descriptors, how KV travels.
+Owns: the live requests and the order of a step (schedule, execute, complete). Thread-safe: one lock, held for
+microseconds and never while the model runs, so who brings a request waits for no step. Does not know: asyncio, HTTP,
+descriptors, how KV travels.
 
 Callbacks are called without the lock: on the thread that steps, or on the one that aborted the request. A request gets
 exactly one ending: a chunk with a ``finish_reason`` (or a ``SendDone``), or an error. Callbacks must not block; one
@@ -18,38 +19,31 @@ from functools import partial
 
 import numpy as np
 
+from microserving.engine.books import Books, Event
 from microserving.engine.config import EngineConfig
-from microserving.engine.jobs import LoadSnapshot, Reservation, SendDone, SendJob, StepTimes
+from microserving.engine.execution import Executor
+from microserving.engine.jobs import LoadSnapshot, Reservation, SendDone, SendJob
 from microserving.engine.output import EngineTokenizer, OutputProcessor
-from microserving.engine.runner import ModelRunner, StepOutput
-from microserving.engine.sampler import sample
-from microserving.engine.statistics import Statistics
+from microserving.engine.pacing import Pacer
+from microserving.engine.runner import ModelRunner
+from microserving.engine.statistics import Timings
 from microserving.engine.tasks import (
     Generation,
     OnChunk,
     OnSent,
-    SampledToken,
     Send,
-    StepResult,
-    Task,
-    Work,
-    is_over,
 )
 from microserving.engine.validation import check_generation, check_prompt, check_send
 from microserving.errors import (
     InternalError,
-    InvalidRequest,
     KVExhausted,
     MicroservingError,
-    RequestAborted,
 )
 from microserving.protocol.generation import GenerationRequest
 from microserving.protocol.microserving import resolve_index
-from microserving.scheduler import Chunk, LeasedPages, Scheduler, SchedulerConfig, SequenceKind
+from microserving.scheduler import LeasedPages, Scheduler, SequenceKind
 from microserving.scheduler import Sequence as TokenSequence
 from microserving.transports.base import Lease
-
-Event = Callable[[], None]
 
 logger = logging.getLogger(__name__)
 
@@ -72,19 +66,9 @@ class Engine:
         self._lease_ttl_s = config.lease_ttl_s
         pool_tokens = runner.total_pages * runner.page_size
         self._max_context = min(config.max_context or runner.max_context, runner.max_context, pool_tokens)
-        self._scheduler = Scheduler(
-            SchedulerConfig(
-                total_pages=runner.total_pages,
-                page_size=runner.page_size,
-                chunk_size_tokens=config.chunk_size_tokens,
-                max_batch_size=config.max_batch_size,
-                max_sequences=config.max_sequences,
-                lease_ttl_s=config.lease_ttl_s,
-                page_wait_s=config.reserve_wait_s,
-            )
-        )
-        self._statistics = Statistics()
-        self._tasks: dict[TokenSequence, Task] = {}
+        self._executor = Executor(runner, self._vocab_size)
+        self._scheduler = Scheduler(config.scheduler_config(runner.total_pages, runner.page_size))
+        self._books = Books(self._scheduler, Pacer(config.max_itl_ratio), runner.kv_bytes_per_token, clock)
         self._lock = threading.Lock()
         self._closed: MicroservingError | None = None
         self.on_change: Event = _nothing
@@ -104,7 +88,8 @@ class Engine:
 
     @property
     def next_deadline(self) -> float | None:
-        """When (by the engine's clock) ``step`` has something to end: a lease, or a send that waited in vain."""
+        """When (by the engine's clock) ``step`` has something to end: a lease, a request whose time is over, or a send
+        that waited in vain."""
         with self._lock:
             return self._scheduler.next_deadline
 
@@ -113,7 +98,8 @@ class Engine:
     def submit(self, request: GenerationRequest, *, begin: int | None = None, on_chunk: OnChunk) -> None:
         """Queue a generation, or continue the reservation of the same request id.
 
-        begin: from where on the caller wants the prompt computed here; what is in the cache beyond it is used.
+        begin: from where on the caller wants the prompt computed here; what is in the cache beyond it is used. A resumed
+        output that had ended already is told its end at once.
         Raises InvalidRequest, ContextLengthExceeded, RequestConflict, LeaseError, Overloaded, EngineUnavailable;
         then nothing was changed.
         """
@@ -127,12 +113,18 @@ class Engine:
             prompt_tokens=len(prompt),
             max_output=max_output,
         )
-        sequence = TokenSequence(request.request_id, SequenceKind.GENERATE, list(prompt), self._clock())
+        ended = output.resume(request.resume_output_ids)
         with self._lock:
             self._require_open()
-            self._expire()
-            self._add_generation(sequence, prompt, wanted)
-            self._tasks[sequence] = Generation(sequence, request.sampling, output, on_chunk)
+            self._books.expire_leases()
+            if ended is None:
+                gives_back = request.preemption == "return"
+                task = Generation(self._sequence(request), request.sampling, output, on_chunk, gives_back)
+                self._books.add_generation(request, wanted, task)
+            else:
+                self._books.count_ended(request, ended.finish_reason or "stop")
+        if ended is not None:
+            self._emit([partial(on_chunk, ended)])
         self.on_change()
 
     def submit_send(self, job: SendJob, on_done: OnSent) -> None:
@@ -143,16 +135,17 @@ class Engine:
         """
         check_send(job, vocab_size=self._vocab_size, max_context=self._max_context)
         if job.begin == job.end:
-            on_done(SendDone(0, 0, 0))
+            on_done(SendDone(0, 0, 0, 0))
             self.on_change()
             return
         prompt = list(job.prompt_token_ids[: job.end])
         destination = (job.destination, id(job.pool))  # the runner takes one pool object per step
-        sequence = TokenSequence(job.request_id, SequenceKind.SEND, prompt, self._clock(), destination)
+        sequence = TokenSequence(
+            job.request_id, SequenceKind.SEND, prompt, self._clock(), destination, job.cache_salt
+        )
         with self._lock:
             self._require_open()
-            self._scheduler.add(sequence)
-            self._tasks[sequence] = Send(sequence, job, on_done)
+            self._books.add_send(Send(sequence, job, on_done))
         self.on_change()
 
     def abort(self, request_id: str) -> bool:
@@ -162,9 +155,9 @@ class Engine:
         """
         with self._lock:
             found = self._scheduler.abort_reservation(request_id)
-            self._statistics.aborts += found
-            events = self._abort_sequence(SequenceKind.GENERATE, request_id)
-            events += self._abort_sequence(SequenceKind.SEND, request_id)
+            self._books.statistics.aborts += found
+            events = self._books.abort_sequence(SequenceKind.GENERATE, request_id)
+            events += self._books.abort_sequence(SequenceKind.SEND, request_id)
             revocations = self._revocations()
         self._emit(revocations)
         return self._after_abort(events, found or bool(events))
@@ -172,7 +165,7 @@ class Engine:
     def abort_send(self, request_id: str) -> bool:
         """End only the send of this id."""
         with self._lock:
-            events = self._abort_sequence(SequenceKind.SEND, request_id)
+            events = self._books.abort_sequence(SequenceKind.SEND, request_id)
         return self._after_abort(events, bool(events))
 
     def close(self, error: MicroservingError) -> None:
@@ -180,18 +173,20 @@ class Engine:
         with self._lock:
             self._closed = self._closed or error
             self._scheduler.abort_all_reservations()
-            events = [self._end(task, error) for task in list(self._tasks.values())]
-            events += self._revocations()
+            events = self._books.end_all(error) + self._revocations()
         self._emit(events)
 
-    def match_prefix(self, prompt_token_ids: Sequence[int]) -> int:
-        """How many tokens of the prompt are cached: none, until there is a prefix cache."""
+    def match_prefix(self, prompt_token_ids: Sequence[int], cache_salt: str = "") -> int:
+        """How many tokens of the prompt are cached. Reads only."""
         check_prompt(prompt_token_ids, vocab_size=self._vocab_size, max_context=self._max_context)
-        return 0
+        with self._lock:
+            return self._scheduler.match_prefix(cache_salt, prompt_token_ids)
 
     # --- reservations ----------------------------------------------------------------------------------------
 
-    def prep_recv(self, request_id: str, prompt_token_ids: Sequence[int], end: int) -> Reservation:
+    def prep_recv(
+        self, request_id: str, prompt_token_ids: Sequence[int], end: int, cache_salt: str = ""
+    ) -> Reservation:
         """Reserve pages for the K/V of ``prompt[:end]``; a negative ``end`` counts from the end.
 
         Raises KVExhausted when the pages are not free now (AsyncEngine waits), InvalidRequest, ContextLengthExceeded,
@@ -202,17 +197,33 @@ class Engine:
         end = resolve_index(end, len(prompt), param="end")
         with self._lock:
             self._require_open()
-            self._expire()
-            lease = self._scheduler.try_reserve(request_id, prompt, end, self._clock())
+            self._books.expire_leases()
+            lease = self._scheduler.try_reserve(request_id, prompt, end, self._clock(), cache_salt)
+            if lease is not None:
+                # Under the lock: once it is free the lease may end, and the copy's target be another's page.
+                self._copy_for(lease)
         if lease is None:
             raise KVExhausted(f"no free KV pages for {end} tokens now", retry_after_s=1.0)
         self.on_change()
         return self._reservation(lease)
 
+    def commit(self, request_id: str) -> int:
+        """Put what a reservation received into the prefix cache, and end it. Returns how many tokens are cached.
+
+        Raises LeaseError when there is no live reservation, or not all of its K/V has arrived.
+        """
+        with self._lock:
+            self._require_open()
+            self._books.expire_leases()
+            self._scheduler.require_not_ended(request_id)
+            cached = self._scheduler.commit(request_id, self._clock())
+        self.on_change()
+        return cached
+
     def renew(self, request_id: str) -> float:
         """Seconds until the lease now expires. Raises LeaseError when there is no live one."""
         with self._lock:
-            self._expire()
+            self._books.expire_leases()
             if self._scheduler.get(SequenceKind.GENERATE, request_id) is None:
                 self._scheduler.renew(request_id, self._clock())
         return self._lease_ttl_s
@@ -227,167 +238,67 @@ class Engine:
         with self._lock:
             arrived = self._scheduler.end_write(lease.lease_id, ok, self._clock())
             if arrived is not None:
-                self._statistics.tokens_received += arrived.end - arrived.begin
+                self._books.statistics.tokens_received += arrived.end - arrived.begin
         self.on_change()
         return arrived is not None
 
     # --- steps -----------------------------------------------------------------------------------------------
 
     def step(self) -> bool:
-        """Schedule, run, complete. False = nothing could run."""
-        batch = self._schedule()
-        if not batch:
-            self._emit(self._give_up())
-            return False
-        self._emit(self._complete(batch, self._run(batch)))
-        return True
+        """Schedule, execute, complete. False = nothing could run."""
+        with self._lock:
+            batch, copies, events = self._books.schedule()
+            events += self._revocations() if batch else self._books.give_up() + self._revocations()
+        self._emit(events)
+        if batch:
+            result = self._executor.execute(batch, copies)
+            with self._lock:
+                events = self._books.complete(batch, result)
+            self._emit(events)
+        return bool(batch or events)
 
     def load(self) -> LoadSnapshot:
         with self._lock:
-            return self._statistics.snapshot(self._scheduler)
+            return self._books.statistics.snapshot(self._scheduler)
+
+    def timings(self) -> Timings:
+        """How long steps, first tokens and gaps between tokens took so far."""
+        with self._lock:
+            return self._books.statistics.timings()
 
     def check(self) -> None:
         """Raises InternalError when the books do not balance. For tests and idle time."""
         with self._lock:
             self._scheduler.check()
 
-    def _schedule(self) -> list[Work]:
-        with self._lock:
-            self._expire()
-            revocations = self._revocations()
-            step = self._scheduler.schedule(self._clock())
-            batch = [Work(chunk, self._tasks[chunk.sequence]) for chunk in step.chunks]
-        self._emit(revocations)
-        return batch
-
-    def _give_up(self) -> list[Event]:
-        with self._lock:
-            sequence = self._scheduler.send_to_give_up(self._clock())
-            if sequence is None:
-                return []
-            error = KVExhausted("reservations hold the KV pages that this send needs", retry_after_s=1.0)
-            return [self._end(self._tasks[sequence], error)]
-
-    def _run(self, batch: Sequence[Work]) -> StepResult:
-        """Run the model and sample. The wall: what goes wrong in here ends this step's requests and nothing else."""
-        begin_ns = time.monotonic_ns()
-        try:
-            output = self._runner.run([work.task.runner_chunk(work.chunk) for work in batch])
-            end_ns = time.monotonic_ns()
-            sampled = self._sample([work.task for work in batch if work.samples], output)
-        except Exception:
-            ids = [work.task.sequence.request_id for work in batch]
-            logger.exception("a step failed; its requests end with an error: %s", ids)
-            return StepResult(StepTimes(begin_ns, time.monotonic_ns(), None), failed=True)
-        return StepResult(StepTimes(begin_ns, end_ns, output.layer_times), sampled)
-
-    def _sample(self, tasks: Sequence[Task], output: StepOutput) -> list[SampledToken | InternalError]:
-        generations = [task for task in tasks if isinstance(task, Generation)]
-        if len(generations) != len(output.logits):
-            raise InternalError(f"{len(output.logits)} rows of logits for {len(generations)} sequences")
-        if not generations:
-            return []
-        tokens = sample(output.logits, [task.sampling_row() for task in generations], self._vocab_size)
-        return [task.take(token) for task, token in zip(generations, tokens, strict=True)]
-
-    def _complete(self, batch: Sequence[Work], result: StepResult) -> list[Event]:
-        """Account for the step; returns what its requests are to be told."""
-        events: list[Event] = []
-        sampled = iter(result.sampled)
-        with self._lock:
-            if not result.failed:
-                seconds = (result.times.end_ns - result.times.begin_ns) / 1e9
-                self._statistics.count_step([work.chunk for work in batch], seconds)
-            self._scheduler.complete(ok=not result.failed)
-            for work in batch:
-                if result.failed:
-                    events += self._fail(work.task)
-                elif isinstance(work.task, Send):
-                    events += self._advance_send(work.task, work.chunk, result.times)
-                elif work.samples:
-                    events += self._advance_generation(work.task, next(sampled))
-        return events
-
-    def _fail(self, task: Task) -> list[Event]:
-        if isinstance(task, Send) and task.error is not None:
-            return [self._end(task, task.error)]
-        return [] if is_over(task) else [self._end(task, InternalError("the model step failed"))]
-
-    def _advance_generation(self, task: Generation, sampled: SampledToken | InternalError) -> list[Event]:
-        if is_over(task):
-            return []
-        if isinstance(sampled, InternalError):
-            return [self._end(task, sampled)]
-        task.sequence.tokens.append(sampled.token_id)
-        self._statistics.output_tokens += 1
-        if sampled.chunk is None:
-            return []
-        if sampled.chunk.finish_reason is not None:
-            self._forget(task, sampled.chunk.finish_reason)
-        return [partial(task.notify, sampled.chunk)]
-
-    def _advance_send(self, task: Send, chunk: Chunk, times: StepTimes) -> list[Event]:
-        task.advance(chunk, times)
-        sent = len(task.positions_to_send(chunk))
-        self._statistics.tokens_sent += sent
-        self._statistics.bytes_sent += sent * self._runner.kv_bytes_per_token
-        if task.error is not None:
-            return [self._end(task, task.error)]
-        if not chunk.last:
-            return []
-        self._forget(task, "sent")
-        return [partial(task.notify, task.done(self._runner.kv_bytes_per_token))]
-
     # --- helpers; those that touch state are called under the lock ---------------------------------------------
 
-    def _add_generation(self, sequence: TokenSequence, prompt: tuple[int, ...], wanted: int) -> None:
-        lease = self._scheduler.reservation(sequence.request_id)
-        if lease is not None and lease.prompt != prompt:
-            raise InvalidRequest("the prompt is not the one that was reserved for", param="prompt")
-        if lease is None:
-            self._scheduler.require_not_ended(sequence.request_id)
-        cached = 0 if lease is None else lease.end
-        if wanted > cached:
-            raise InvalidRequest(
-                f"begin {wanted} is above the {cached} tokens that are in the cache", param="begin"
-            )
-        if lease is None:
-            self._scheduler.add(sequence)
-        else:
-            self._scheduler.add_received(sequence)
+    def _sequence(self, request: GenerationRequest) -> TokenSequence:
+        now = self._clock()
+        return TokenSequence(
+            request.request_id,
+            SequenceKind.GENERATE,
+            [*request.prompt_token_ids, *request.resume_output_ids],
+            now,
+            salt=request.cache_salt,
+            deadline=None if request.timeout_s is None else now + request.timeout_s,
+            prompt_length=len(request.prompt_token_ids),
+        )
 
-    def _abort_sequence(self, kind: SequenceKind, request_id: str) -> list[Event]:
-        """Tells the request, except a send that is in the running step: that one is told when the step is over."""
-        sequence = self._scheduler.get(kind, request_id)
-        if sequence is None:
-            return []
-        self._statistics.aborts += 1
-        task = self._tasks[sequence]
-        error = RequestAborted(f"request {request_id!r} was aborted")
-        if isinstance(task, Send) and self._scheduler.is_in_flight(sequence):
-            task.error = error
-            self._scheduler.finish(sequence)
-            return [_nothing]
-        return [self._end(task, error)]
+    def _copy_for(self, lease: LeasedPages) -> None:
+        """Raises InternalError; then the lease has ended."""
+        try:
+            self._executor.copy(lease.copies)
+        except Exception:
+            logger.exception("the pages of reservation %s could not be copied", lease.request_id)
+            self._scheduler.abort_reservation(lease.request_id, "failed")
+            raise InternalError("cached pages could not be copied") from None
 
     def _after_abort(self, events: list[Event], found: bool) -> bool:
         self._emit(events)
         if found:
             self.on_change()
         return found
-
-    def _end(self, task: Task, error: MicroservingError) -> Event:
-        self._forget(task, "abort" if isinstance(error, RequestAborted) else "error")
-        return partial(task.notify, error)
-
-    def _forget(self, task: Task, ending: str) -> None:
-        del self._tasks[task.sequence]
-        if not is_over(task):
-            self._scheduler.finish(task.sequence)
-        self._statistics.finished[ending] += 1
-
-    def _expire(self) -> None:
-        self._statistics.leases_expired += len(self._scheduler.expire(self._clock()))
 
     def _revocations(self) -> list[Event]:
         return [partial(self.on_revoked, lease_id) for lease_id in self._scheduler.take_revoked()]

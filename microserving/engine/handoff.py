@@ -150,10 +150,12 @@ class HandoffSender:
         kv_addr_info: str,
         recv_rank: int,
         request_id: str,
+        cache_salt: str = "",
     ) -> RemoteSendResult:
         """Compute the KV of prompt[begin:end] and put it where ``kv_addr_info`` says.
 
-        begin, end: already resolved (not negative). request_id: this engine's name for the work. Returns only when
+        begin, end: already resolved (not negative). request_id: this engine's name for the work. cache_salt: whose
+        cached prefixes may spare the computing. Returns only when
         the receiver has every byte. Raises InvalidRequest, LeaseError (refused, expired), TransferFailed (receiver
         gone or silent), or what the engine raises. On every failure, cancellation too, the receiver is told once no
         put runs any more, so it does not wait.
@@ -164,7 +166,7 @@ class HandoffSender:
         if begin == end:
             return RemoteSendResult(0, 0, 0, 0, 0.0, 0.0, 0.0)
         # A task of its own: a caller's repeated cancellations (anyio's) must not cut the clean-up short.
-        task = asyncio.create_task(self._hand_off(descriptor, tuple(prompt), end, request_id))
+        task = asyncio.create_task(self._hand_off(descriptor, tuple(prompt), end, request_id, cache_salt))
         self._running.add(task)
         task.add_done_callback(self._running.discard)
         try:
@@ -197,7 +199,12 @@ class HandoffSender:
         return descriptor
 
     async def _hand_off(
-        self, descriptor: KVDescriptor, prompt: tuple[int, ...], end: int, request_id: str
+        self,
+        descriptor: KVDescriptor,
+        prompt: tuple[int, ...],
+        end: int,
+        request_id: str,
+        cache_salt: str,
     ) -> RemoteSendResult:
         asked_ns = self._now_ns()
         connection = await self._connect(descriptor.engine_id, descriptor.epoch)
@@ -217,13 +224,14 @@ class HandoffSender:
                 destination=f"{descriptor.engine_id}@{descriptor.epoch}#{id(pool):x}",
                 slots=slots_from_segments(descriptor.segments),
                 guard=guard,
+                cache_salt=cache_salt,
             )
             done = await write.during(self._engine.send(job))
             put_ns = self._now_ns()
             await write.finish()
         finally:
             write.give_up()
-        return _result(done, end, granted_ns - asked_ns + self._now_ns() - put_ns)
+        return _result(done, granted_ns - asked_ns + self._now_ns() - put_ns)
 
     async def _connect(self, engine_id: str, epoch: str) -> Connection:
         """The link to a receiver. All who want one wait for the same attempt: a stopped receiver costs one thread."""
@@ -331,7 +339,7 @@ async def _ended(future: asyncio.Future[_T]) -> None:
         raise cancelled
 
 
-def _result(done: SendDone, end: int, handshakes_ns: int) -> RemoteSendResult:
+def _result(done: SendDone, handshakes_ns: int) -> RemoteSendResult:
     layers = [step.layers for step in done.steps if step.layers is not None]
     put_ns = sum(int((times.put_end - times.put_begin).sum()) for times in layers)
     origin = int(layers[0].put_begin.min()) if layers else 0
@@ -339,7 +347,7 @@ def _result(done: SendDone, end: int, handshakes_ns: int) -> RemoteSendResult:
         tokens_computed=done.tokens_computed,
         tokens_sent=done.tokens_sent,
         bytes_sent=done.bytes_sent,
-        prefix_matched_length=max(0, end - done.tokens_computed),
+        prefix_matched_length=done.prefix_matched_length,
         prefill_ms=_prefill_ns(done.steps) / 1e6,
         transfer_ms=put_ns / 1e6,
         exposed_ms=(put_ns + handshakes_ns) / 1e6,

@@ -21,7 +21,7 @@ class SendJob:
 
     slots: int32 [end - begin], the receiver's slot of each position. destination names the receiver (engine id and
     epoch); the sends of one step share one ``pool`` object. The receiver granted the write before the job is submitted;
-    guard: what it granted.
+    guard: what it granted. cache_salt: as in ``GenerationRequest``.
     """
 
     request_id: str
@@ -32,13 +32,14 @@ class SendJob:
     destination: str
     slots: npt.NDArray[np.int32]
     guard: LeaseGuard
+    cache_salt: str = ""
 
 
 @dataclass(frozen=True, slots=True)
 class StepTimes:
-    """One step that worked on a send, in CLOCK_MONOTONIC nanoseconds.
+    """One run of the model for a send, or one put of what was cached, in CLOCK_MONOTONIC nanoseconds.
 
-    begin_ns, end_ns: around the model's run. layers: None when the step put nothing (only positions below ``begin``).
+    layers: None when nothing was put (only positions below ``begin``).
     """
 
     begin_ns: int
@@ -50,11 +51,13 @@ class StepTimes:
 class SendDone:
     """A send whose puts have all happened (the receiver does not know it yet).
 
-    tokens_computed counts a position again when it was recomputed after a preemption; tokens_sent is exactly
-    ``end - begin`` and bytes_sent its K/V over all layers. ``steps`` is empty when there was nothing to do.
+    tokens_computed counts a position again when it was recomputed after a preemption; prefix_matched_length: how many of
+    the prompt's tokens were cached when the send first started. tokens_sent is exactly ``end - begin`` and bytes_sent
+    its K/V over all layers. ``steps`` is empty when there was nothing to do.
     """
 
     tokens_computed: int
+    prefix_matched_length: int
     tokens_sent: int
     bytes_sent: int
     steps: tuple[StepTimes, ...] = ()
@@ -87,7 +90,8 @@ class Counters:
 
     prompt_tokens_computed: prompt positions computed here, once per computation; recomputed_tokens: those of them
     (and of output positions) that a preemption made this engine compute again. output_tokens: tokens sampled.
-    requests_finished: ending -> requests; the endings are ``stop``, ``length``, ``sent``, ``abort`` and ``error``.
+    requests_finished: ending -> requests; the endings are ``stop``, ``length``, ``preempt`` (given back), ``sent``,
+    ``abort``, ``deadline`` and ``error``.
     prefix_query_tokens: tokens looked up in the prefix cache; prefix_hit_tokens: those of them that were found.
     """
 
@@ -111,13 +115,14 @@ class LoadSnapshot:
     """What the engine is doing now. ``free + cached + running + reserved + quarantined == total`` pages, always.
 
     cached_pages: ``pinned`` (in use, too) plus ``evictable`` (at once). running, waiting: sequences (generations and
-    sends). reserved: live leases. prefill_tokens_per_s and
-    decode_step_ms: moving averages over the last steps, 0.0 while there were none.
+    sends). reserved: live leases; leases: their state (``issued``, ``writing``, ``arrived``) -> number.
+    prefill_tokens_per_s and decode_step_ms: moving averages over the last steps, 0.0 while there were none.
     """
 
     running: int
     waiting: int
     reserved: int
+    leases: Mapping[str, int]
     free_pages: int
     cached_pages: int
     pinned_pages: int

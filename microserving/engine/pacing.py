@@ -9,8 +9,8 @@ where it is used, in steps with decodes (a large chunk's tokens cost less each):
 the last such steps, older ones forgotten. The budget is the most tokens for which the sum stays within
 ``max_itl_ratio * D``, and at most twice what the last such step had, so that a wrong guess costs one step little.
 
-A floor keeps prompts going whatever the model says. While D is unknown or old, one step has no prompt tokens, to
-measure it; the next one has some again, so no prompt ever starves.
+A floor keeps prompts going whatever the model says. While D is unknown or old, one step has a single prompt token to
+measure it, whose cost is taken off again; so no prompt ever stands still.
 """
 
 from __future__ import annotations
@@ -22,6 +22,8 @@ FLOOR_TOKENS: Final = 8
 """The least prompt tokens of a step that may have some."""
 EWMA_WEIGHT: Final = 0.25
 """Weight of the newest step in D."""
+MEASURING_TOKENS: Final = 1
+"""Up to so many prompt tokens a step counts as one of decodes alone."""
 KEPT: Final = 0.9
 """How much of its weight a step keeps in the line when a newer one comes."""
 PRIOR_VARIANCE: Final = 32.0**2
@@ -72,7 +74,8 @@ class Pacer:
 
     def __init__(self, max_itl_ratio: float) -> None:
         self._ratio = max_itl_ratio
-        self._decode_s: float | None = None
+        self._measured_s: float | None = None  # D, and what this many prompt tokens (at most one) cost
+        self._measured_tokens = 0.0
         self._measured_with = 0  # decodes in the last measurement of D
         self._mixed = 0  # steps with decodes and prompt tokens since then
         self._last_tokens = FLOOR_TOKENS  # of prompts, in the last such step
@@ -82,37 +85,40 @@ class Pacer:
         """Prompt tokens for a step beside so many decodes. position: of the first of them; most: the step's limit."""
         if decodes == 0:
             return most
-        decode_s = self._decode_s
-        if decode_s is None or self._must_measure(decodes):
-            return 0
+        if self._measured_s is None or self._must_measure(decodes):
+            return min(MEASURING_TOKENS, most)
         tokens = FLOOR_TOKENS
         if self._cost.known:
-            tokens = _tokens_within((self._ratio - 1.0) * decode_s, self._cost.at(position), self._cost.slope)
+            cost = self._cost.at(position)
+            decode_s = max(self._measured_s - self._measured_tokens * cost, self._measured_s / 2)
+            tokens = _tokens_within((self._ratio - 1.0) * decode_s, cost, self._cost.slope)
         return min(max(tokens, FLOOR_TOKENS), 2 * self._last_tokens, most)
 
     def observe(self, decodes: int, tokens: int, position: float, seconds: float) -> None:
         """A step ran. tokens: of prompts, at the mean ``position``."""
         if decodes == 0:
             return
-        if tokens == 0:
-            self._observe_decodes(decodes, seconds)
+        if tokens <= MEASURING_TOKENS:
+            self._observe_decodes(decodes, tokens, seconds)
             return
         self._mixed += 1
         self._last_tokens = max(tokens, FLOOR_TOKENS)
-        if self._decode_s is not None:
-            self._cost.observe(position, max(0.0, seconds - self._decode_s) / tokens)
+        if self._measured_s is not None:
+            more_s, more_tokens = seconds - self._measured_s, tokens - self._measured_tokens
+            self._cost.observe(position, max(0.0, more_s) / more_tokens)
 
-    def _observe_decodes(self, decodes: int, seconds: float) -> None:
-        if self._decode_s is None or self._changed_much(decodes):
-            self._decode_s = seconds
+    def _observe_decodes(self, decodes: int, tokens: int, seconds: float) -> None:
+        if self._measured_s is None or self._changed_much(decodes):
+            self._measured_s, self._measured_tokens = seconds, tokens
         else:
-            seconds = min(seconds, OUTLIER * self._decode_s)
-            self._decode_s += EWMA_WEIGHT * (seconds - self._decode_s)
+            seconds = min(seconds, OUTLIER * self._measured_s)
+            self._measured_s += EWMA_WEIGHT * (seconds - self._measured_s)
+            self._measured_tokens += EWMA_WEIGHT * (tokens - self._measured_tokens)
         self._measured_with = decodes
         self._mixed = 0
 
     def _must_measure(self, decodes: int) -> bool:
-        """At most every second step, so that prompts go on."""
+        """Never two steps in a row."""
         return self._mixed >= MEASURE_EVERY or (self._mixed > 0 and self._changed_much(decodes))
 
     def _changed_much(self, decodes: int) -> bool:

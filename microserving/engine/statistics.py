@@ -1,17 +1,29 @@
 """What an engine counts and measures about itself, and tells as its load.
 
-Owns: the totals behind ``Counters`` and the two moving averages. Does not know: who reads them. Not thread-safe.
+Owns: the totals behind ``Counters``, the moving averages and the histograms. Does not know: who reads them. Not
+thread-safe.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 
 from microserving.engine.jobs import Counters, LoadSnapshot
+from microserving.observability.metrics import STEP_BUCKETS, TTFT_BUCKETS, Histogram
 from microserving.scheduler import Chunk, Scheduler, SequenceState
 
 EWMA_WEIGHT = 0.25
 """Weight of the newest step in a moving average."""
+
+
+@dataclass(frozen=True, slots=True)
+class Timings:
+    """Seconds. steps: kind (``decode``, ``prefill``, ``mixed``) -> steps."""
+
+    steps: Mapping[str, Histogram]
+    ttft: Histogram
+    itl: Histogram
 
 
 class Statistics:
@@ -24,37 +36,57 @@ class Statistics:
         self.tokens_received = 0
         self.aborts = 0
         self.leases_expired = 0
-        self.prefix_query_tokens = 0
-        self.prefix_hit_tokens = 0
-        self.finished = dict.fromkeys(("stop", "length", "sent", "abort", "error"), 0)
+        self.finished = dict.fromkeys(("stop", "length", "preempt", "sent", "abort", "deadline", "error"), 0)
         self.prefill_tokens_per_s = 0.0
         self.decode_step_ms = 0.0
+        self._steps = {kind: Histogram(STEP_BUCKETS) for kind in ("decode", "prefill", "mixed")}
+        self._ttft = Histogram(TTFT_BUCKETS)
+        self._itl = Histogram(STEP_BUCKETS)
 
     def count_step(self, chunks: Sequence[Chunk], seconds: float) -> None:
         """A step that ran. Call it before the scheduler completes the step."""
-        prefilled = 0
+        prefilled, decodes = 0, False
         for chunk in chunks:
             sequence, end = chunk.sequence, chunk.start + chunk.length
             self.prompt_tokens_computed += max(0, min(end, sequence.prompt_length) - chunk.start)
             self.recomputed_tokens += max(0, min(end, sequence.computed_before) - chunk.start)
             prefilled += 0 if chunk.decode else chunk.length
+            decodes = decodes or chunk.decode
         if prefilled:
             self.prefill_tokens_per_s = _average(self.prefill_tokens_per_s, prefilled / max(seconds, 1e-9))
-        if any(chunk.decode for chunk in chunks):
+        if decodes:
             self.decode_step_ms = _average(self.decode_step_ms, seconds * 1e3)
+        if prefilled or decodes:
+            kind = "mixed" if prefilled and decodes else "decode" if decodes else "prefill"
+            self._steps[kind].observe(seconds)
+
+    def count_token(self, now: float, before: float | None, arrival: float | None) -> None:
+        """A token was sampled ``now``. before: when the request's last one was; arrival: when the request came, for its
+        first one (None: that was produced elsewhere)."""
+        self.output_tokens += 1
+        if before is not None:
+            self._itl.observe(now - before)
+        elif arrival is not None:
+            self._ttft.observe(now - arrival)
+
+    def timings(self) -> Timings:
+        """As they are now."""
+        steps = {kind: histogram.copy() for kind, histogram in self._steps.items()}
+        return Timings(steps, self._ttft.copy(), self._itl.copy())
 
     def snapshot(self, scheduler: Scheduler) -> LoadSnapshot:
         sequences = list(scheduler.sequences())
         waiting = sum(s.state is SequenceState.WAITING for s in sequences)
-        pages = scheduler.pages
+        pages, cache = scheduler.pages, scheduler.prefix_cache
         return LoadSnapshot(
             running=len(sequences) - waiting,
             waiting=waiting,
             reserved=scheduler.live_leases,
+            leases={state.name.lower(): number for state, number in scheduler.lease_states.items()},
             free_pages=pages.free,
             cached_pages=pages.cached,
-            pinned_pages=0,
-            evictable_pages=pages.cached,
+            pinned_pages=cache.pinned,
+            evictable_pages=cache.evictable,
             running_pages=pages.running,
             reserved_pages=pages.reserved,
             quarantined_pages=pages.quarantined,
@@ -62,10 +94,11 @@ class Statistics:
             queued_prefill_tokens=sum(s.remaining for s in sequences if s.state is not SequenceState.DECODE),
             prefill_tokens_per_s=self.prefill_tokens_per_s,
             decode_step_ms=self.decode_step_ms,
-            counters=self._counters(scheduler.preemptions),
+            counters=self._counters(scheduler),
         )
 
-    def _counters(self, preemptions: int) -> Counters:
+    def _counters(self, scheduler: Scheduler) -> Counters:
+        cache = scheduler.prefix_cache
         return Counters(
             prompt_tokens_computed=self.prompt_tokens_computed,
             recomputed_tokens=self.recomputed_tokens,
@@ -75,12 +108,22 @@ class Statistics:
             tokens_received=self.tokens_received,
             requests_finished=dict(self.finished),
             aborts=self.aborts,
-            preemptions=preemptions,
+            preemptions=scheduler.preemptions,
             leases_expired=self.leases_expired,
-            prefix_query_tokens=self.prefix_query_tokens,
-            prefix_hit_tokens=self.prefix_hit_tokens,
-            evicted_pages=0,
+            prefix_query_tokens=cache.query_tokens,
+            prefix_hit_tokens=cache.hit_tokens,
+            evicted_pages=cache.evicted_pages,
         )
+
+
+def prefilled(chunks: Iterable[Chunk]) -> tuple[int, float]:
+    """The prompt tokens of a step, and their mean position."""
+    tokens, positions = 0, 0.0
+    for chunk in chunks:
+        if not chunk.decode:
+            tokens += chunk.length
+            positions += chunk.length * (chunk.start + chunk.length / 2)
+    return tokens, positions / max(tokens, 1)
 
 
 def _average(average: float, value: float) -> float:

@@ -7,14 +7,14 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
-from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 
 import numpy as np
+import numpy.typing as npt
 
 from microserving.engine.jobs import SendDone, SendJob, StepTimes
 from microserving.engine.output import OutputProcessor
-from microserving.engine.runner import RemotePut, RunnerChunk
+from microserving.engine.runner import RemotePut, RemoteTarget, RunnerChunk
 from microserving.engine.sampler import SamplingRow
 from microserving.errors import InternalError, MicroservingError
 from microserving.protocol.generation import GenerationChunk, SamplingParams
@@ -22,6 +22,7 @@ from microserving.scheduler import Chunk, Sequence, SequenceState
 
 OnChunk = Callable[[GenerationChunk | MicroservingError], None]
 OnSent = Callable[[SendDone | MicroservingError], None]
+Slots = npt.NDArray[np.int32]
 
 logger = logging.getLogger(__name__)
 
@@ -36,12 +37,23 @@ class SampledToken:
 
 @dataclass(slots=True, eq=False)
 class Generation:
-    """Lives until it has produced its last chunk, or is ended with an error."""
+    """Lives until it has produced its last chunk, or is ended with an error.
+
+    gives_back: a preemption ends it (finish reason ``preempt``). last_token_at: when its last token was sampled here.
+    """
 
     sequence: Sequence
     sampling: SamplingParams
     output: OutputProcessor
     notify: OnChunk
+    gives_back: bool = False
+    last_token_at: float | None = None
+
+    @property
+    def must_give_back(self) -> bool:
+        """It lost its pages, and is not to be computed again here."""
+        s = self.sequence
+        return self.gives_back and s.started and s.handle is None and s.state is SequenceState.WAITING
 
     def runner_chunk(self, chunk: Chunk) -> RunnerChunk:
         tokens = self.sequence.tokens[chunk.start : chunk.start + chunk.length]
@@ -54,6 +66,7 @@ class Generation:
         """Turn a sampled token into text. The wall: a fault in one request's text ends only that request."""
         if isinstance(token, InternalError):
             return token
+        self.output.cached_tokens = min(self.sequence.cached_tokens, self.sequence.prompt_length)
         try:
             return SampledToken(token, self.output.put(token))
         except Exception:
@@ -61,10 +74,21 @@ class Generation:
             return InternalError("a token could not be turned into text")
 
 
+@dataclass(frozen=True, slots=True)
+class CachedPut:
+    """K/V that is in our pool already and goes to the receiver. source, target: int32 [n] slots, ours and the
+    receiver's."""
+
+    source: Slots
+    target: Slots
+    remote: RemoteTarget
+
+
 @dataclass(slots=True, eq=False)
 class Send:
     """Lives until no put of it can happen any more.
 
+    sent_until: positions [job.begin, sent_until) are at the receiver, each put once whatever was computed how often.
     error: it was ended while in the running step; it is told so when the step is over.
     """
 
@@ -72,39 +96,58 @@ class Send:
     job: SendJob
     notify: OnSent
     tokens_computed: int = 0
+    sent_until: int = field(init=False)
     steps: list[StepTimes] = field(default_factory=list)
     error: MicroservingError | None = None
+
+    def __post_init__(self) -> None:
+        self.sent_until = self.job.begin
+
+    @property
+    def complete(self) -> bool:
+        return self.sent_until == self.job.end
 
     def runner_chunk(self, chunk: Chunk) -> RunnerChunk:
         tokens = self.sequence.tokens[chunk.start : chunk.start + chunk.length]
         return RunnerChunk(tokens, chunk.start, self.sequence.pages, needs_logits=False, put=self._put(chunk))
 
-    def positions_to_send(self, chunk: Chunk) -> range:
-        """Those of the chunk's positions that were not sent before a preemption already."""
-        first = max(chunk.start, self.job.begin, self.sequence.computed_before)
-        return range(first, max(first, chunk.start + chunk.length))
+    def cached_put(self, chunk: Chunk, page_size: int) -> CachedPut | None:
+        """What of the chunk was found in the cache and is not at the receiver yet."""
+        if chunk.cached_from > self.sent_until:
+            raise InternalError(f"positions below {chunk.cached_from} were not sent")
+        positions = np.arange(self.sent_until, max(self.sent_until, chunk.start))
+        if not positions.size:
+            return None
+        pages = np.asarray(self.sequence.pages, np.int32)
+        source = pages[positions // page_size] * page_size + positions % page_size
+        target = self.job.slots[positions - self.job.begin]
+        return CachedPut(source.astype(np.int32), target, RemoteTarget(self.job.pool, self.job.guard))
 
-    def advance(self, chunk: Chunk, times: StepTimes) -> None:
-        """The chunk was computed and put."""
+    def advance(self, chunk: Chunk, times: list[StepTimes]) -> int:
+        """The chunk was computed and put, which took ``times``; returns how many positions were put."""
+        end = chunk.start + chunk.length
+        sent = max(0, end - self.sent_until)
+        self.sent_until += sent
         self.tokens_computed += chunk.length
-        self.steps.append(times)
+        self.steps += times
+        return sent
 
     def done(self, kv_bytes_per_token: int) -> SendDone:
         tokens = self.job.end - self.job.begin
         return SendDone(
             tokens_computed=self.tokens_computed,
+            prefix_matched_length=self.sequence.cached_tokens,
             tokens_sent=tokens,
             bytes_sent=tokens * kv_bytes_per_token,
             steps=tuple(self.steps),
         )
 
     def _put(self, chunk: Chunk) -> RemotePut | None:
-        sent = self.positions_to_send(chunk)
-        if not sent:
+        first, end = max(chunk.start, self.sent_until), chunk.start + chunk.length
+        if first >= end:
             return None
         slots = np.full(chunk.length, -1, np.int32)
-        here = slice(sent.start - chunk.start, sent.stop - chunk.start)
-        slots[here] = self.job.slots[sent.start - self.job.begin : sent.stop - self.job.begin]
+        slots[first - chunk.start :] = self.job.slots[first - self.job.begin : end - self.job.begin]
         return RemotePut(self.job.pool, slots, self.job.guard)
 
 
@@ -121,15 +164,6 @@ class Work:
     @property
     def samples(self) -> bool:
         return self.chunk.last and isinstance(self.task, Generation)
-
-
-@dataclass(frozen=True, slots=True)
-class StepResult:
-    """sampled: one for each work that samples, in order. failed: the step raised."""
-
-    times: StepTimes
-    sampled: Seq[SampledToken | InternalError] = ()
-    failed: bool = False
 
 
 def is_over(task: Task) -> bool:

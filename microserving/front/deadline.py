@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 import re
 import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from typing import Final
 
 from microserving.errors import DeadlineExceeded, InvalidRequest
@@ -26,6 +29,16 @@ def remaining_s(exchange: Exchange, timeout_s: float | None) -> float | None:
     if remaining <= 0:
         raise DeadlineExceeded(f"the request took longer than its timeout of {min(given):g} s")
     return remaining
+
+
+@asynccontextmanager
+async def before_deadline(remaining: float | None) -> AsyncIterator[None]:
+    """Cancel the body ``remaining`` seconds from now and raise DeadlineExceeded; None = never."""
+    try:
+        async with asyncio.timeout(remaining):
+            yield
+    except TimeoutError:
+        raise DeadlineExceeded("the request took longer than its timeout") from None
 
 
 def _header(exchange: Exchange) -> float | None:

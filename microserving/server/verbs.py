@@ -11,12 +11,13 @@ from typing import TypeVar
 
 from microserving.errors import InvalidRequest
 from microserving.front import Exchange, FrontSettings, HotRoute, check_model, parse_request, tokenize
-from microserving.front.deadline import remaining_s
+from microserving.front.deadline import before_deadline, remaining_s
 from microserving.front.generations import check_vocabulary, pick_seed, resolve_max_tokens
 from microserving.front.openai_api import stream_answer, whole_answer
 from microserving.protocol.generation import GenerationRequest
 from microserving.protocol.microserving import (
     AbortAnswer,
+    CommitAnswer,
     MatchPrefixAnswer,
     MatchPrefixRequest,
     PrepRecvAnswer,
@@ -63,6 +64,7 @@ class Verbs:
                 RemoteSendAnswer,
             ),
             HotRoute(at + "start_generate", self.start_generate, "Generate", StartGenerateRequest),
+            HotRoute(at + "commit", self.commit, "Cache what was received", RequestIdBody, CommitAnswer),
             HotRoute(at + "abort", self.abort, "Free what a request holds", RequestIdBody, AbortAnswer),
             HotRoute(at + "renew", self.renew, "Extend a reservation's lease", RequestIdBody, RenewAnswer),
             HotRoute(
@@ -80,7 +82,8 @@ class Verbs:
         end = resolve_index(fields.end, len(prompt), param="end")
         request_id = fields.given_id or exchange.request_id
         services = self._services
-        reservation = await services.engine.prep_recv(request_id, tuple(prompt), end)
+        async with before_deadline(remaining_s(exchange, fields.timeout)):
+            reservation = await services.engine.prep_recv(request_id, tuple(prompt), end, fields.cache_salt)
         try:
             await exchange.reply_json(
                 {
@@ -103,14 +106,16 @@ class Verbs:
         end = resolve_index(fields.end, len(prompt), param="end")
         if begin > end:
             raise InvalidRequest(f"begin is {begin}, behind end, which is {end}", param="begin")
-        result = await self._services.sender.send(
-            prompt,
-            begin,
-            end,
-            fields.kv_addr_info,
-            fields.recv_rank,
-            fields.given_id or exchange.request_id,
-        )
+        async with before_deadline(remaining_s(exchange, fields.timeout)):
+            result = await self._services.sender.send(
+                prompt,
+                begin,
+                end,
+                fields.kv_addr_info,
+                fields.recv_rank,
+                fields.given_id or exchange.request_id,
+                fields.cache_salt,
+            )
         await exchange.reply_json(remote_send_body(result, include_layer_times=fields.include_layer_times))
 
     async def start_generate(self, exchange: Exchange) -> None:
@@ -147,6 +152,12 @@ class Verbs:
         backend = EngineBackend(self._services, begin=begin)
         await answer(exchange, backend, [request], shape, Usage(len(prompt)), 1)
 
+    async def commit(self, exchange: Exchange) -> None:
+        """What was received can be shared from now on; the reservation has ended."""
+        fields = parse_request(exchange, RequestIdBody, strict=self._settings.strict_fields)
+        cached_tokens = self._services.engine.commit(fields.request_id)
+        await exchange.reply_json({"request_id": fields.request_id, "cached_tokens": cached_tokens})
+
     async def abort(self, exchange: Exchange) -> None:
         """Idempotent: an unknown id is fine."""
         fields = parse_request(exchange, RequestIdBody, strict=self._settings.strict_fields)
@@ -158,8 +169,9 @@ class Verbs:
         await exchange.reply_json({"request_id": fields.request_id, "lease_ttl_s": lease_ttl_s})
 
     async def match_prefix(self, exchange: Exchange) -> None:
-        prompt = await self._prompt(self._parse(exchange, MatchPrefixRequest))
-        matched = self._services.engine.match_prefix(tuple(prompt))
+        fields = self._parse(exchange, MatchPrefixRequest)
+        prompt = await self._prompt(fields)
+        matched = self._services.engine.match_prefix(tuple(prompt), fields.cache_salt)
         await exchange.reply_json({"prefix_matched_length": matched})
 
     def _parse(self, exchange: Exchange, model: type[VerbRequestT]) -> VerbRequestT:

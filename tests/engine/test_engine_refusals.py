@@ -248,4 +248,5 @@ def test_the_load_adds_up() -> None:
     assert load.decode_step_ms == 0.0
     node.run()
     assert node.engine.load().decode_step_ms > 0
-    assert node.engine.match_prefix(prompt_of(20)) == 0
+    assert node.engine.match_prefix([200, 201]) == 0
+    assert node.engine.match_prefix([*prompt_of(20), 200]) == 20

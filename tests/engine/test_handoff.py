@@ -70,7 +70,7 @@ class StubEngine:
         pool = job.pool.memory.reshape(job.pool.total_pages * LAYOUT.page_size, -1)
         pool[job.slots] = 1
         sent = job.end - job.begin
-        return SendDone(job.end, sent, sent * LAYOUT.bytes_per_token, STEPS)
+        return SendDone(job.end, 0, sent, sent * LAYOUT.bytes_per_token, STEPS)
 
 
 def _times(*layers: tuple[int, int, int]) -> LayerTimes:

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from microserving.engine.pacing import FLOOR_TOKENS, MEASURE_EVERY, Pacer, TokenCost
+from microserving.engine.pacing import FLOOR_TOKENS, MEASURE_EVERY, MEASURING_TOKENS, Pacer, TokenCost
 
 MOST = 256
 
@@ -73,7 +73,7 @@ def test_without_decodes_a_prompt_gets_the_whole_step() -> None:
 
 def test_decodes_that_were_never_measured_are_measured_first() -> None:
     pacer = Pacer(2.5)
-    assert pacer.budget(4, 0, MOST) == 0
+    assert pacer.budget(4, 0, MOST) == MEASURING_TOKENS
     pacer.observe(4, 0, 0.0, 0.02)
     assert pacer.budget(4, 0, MOST) == FLOOR_TOKENS
     assert pacer.budget(4, 0, 3) == 3, "never beyond what the step may have"
@@ -83,15 +83,15 @@ def test_they_are_measured_again_now_and_then_and_when_their_number_changes() ->
     pacer = Pacer(2.5)
     pacer.observe(4, 0, 0.0, 0.02)
     for _ in range(MEASURE_EVERY):
-        assert pacer.budget(4, 0, MOST) > 0
+        assert pacer.budget(4, 0, MOST) >= FLOOR_TOKENS
         pacer.observe(4, 8, 4.0, 0.03)
-    assert pacer.budget(4, 0, MOST) == 0
+    assert pacer.budget(4, 0, MOST) == MEASURING_TOKENS
     pacer.observe(4, 0, 0.0, 0.02)
-    assert pacer.budget(4, 0, MOST) > 0
+    assert pacer.budget(4, 0, MOST) >= FLOOR_TOKENS
     pacer.observe(4, 8, 4.0, 0.03)
-    assert pacer.budget(7, 0, MOST) > 0
-    assert pacer.budget(8, 0, MOST) == 0
-    assert pacer.budget(2, 0, MOST) == 0
+    assert pacer.budget(7, 0, MOST) >= FLOOR_TOKENS
+    assert pacer.budget(8, 0, MOST) == MEASURING_TOKENS
+    assert pacer.budget(2, 0, MOST) == MEASURING_TOKENS
 
 
 def test_a_slower_machine_gets_smaller_chunks() -> None:
@@ -120,13 +120,11 @@ def test_the_cost_is_a_line_over_the_position() -> None:
     st.floats(1.01, 10.0),
 )
 def test_whatever_is_observed_prompts_go_on(steps: list[tuple[int, int, int, float]], ratio: float) -> None:
-    """Never two steps in a row without prompt tokens, never a budget outside of [0, most]."""
+    """Every step has a prompt token, of two in a row one has the floor; none has more than it may."""
     pacer, waited = Pacer(ratio), False
     for decodes, position, tokens, seconds in steps:
         budget = pacer.budget(decodes, position, MOST)
-        assert budget == MOST if decodes == 0 else 0 <= budget <= MOST
+        assert budget == MOST if decodes == 0 else MEASURING_TOKENS <= budget <= MOST
         assert budget >= FLOOR_TOKENS or not waited
-        waited = budget == 0
-        used = min(tokens, budget)
-        if waited or used:
-            pacer.observe(decodes, used, float(position), seconds)
+        waited = budget < FLOOR_TOKENS
+        pacer.observe(decodes, min(tokens, budget), float(position), seconds)

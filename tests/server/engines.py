@@ -100,7 +100,16 @@ class Running:
             assert time.monotonic() < deadline, load
 
     def wait_idle(self) -> None:
-        self.wait_for(running=0, waiting=0, reserved=0, free_pages=self.runner.total_pages)
+        """Nothing is held but by the prefix cache."""
+        self.wait_for(
+            running=0,
+            waiting=0,
+            reserved=0,
+            pinned_pages=0,
+            running_pages=0,
+            reserved_pages=0,
+            quarantined_pages=0,
+        )
         self.node.services.engine.engine.check()
 
 

@@ -1,0 +1,229 @@
+"""The live requests and what becomes of them: admitted, scheduled, advanced by a step, ended. All under the engine's lock.
+
+Owns: the tasks, the scheduler, the statistics. Does not know: threads, the model, callbacks' listeners (it hands back
+what they are to be told, in order; the engine tells them without the lock).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+
+from microserving.engine.execution import StepResult
+from microserving.engine.jobs import StepTimes
+from microserving.engine.pacing import Pacer
+from microserving.engine.statistics import Statistics, prefilled
+from microserving.engine.tasks import Generation, SampledToken, Send, Task, Work, is_over
+from microserving.errors import (
+    DeadlineExceeded,
+    InternalError,
+    InvalidRequest,
+    KVExhausted,
+    MicroservingError,
+    RequestAborted,
+    RequestConflict,
+)
+from microserving.protocol.generation import FinishReason, GenerationRequest
+from microserving.scheduler import Chunk, PageCopy, Scheduler, SequenceKind, SequenceState
+from microserving.scheduler import Sequence as TokenSequence
+
+Event = Callable[[], None]
+
+
+class Books:
+    """Not thread-safe. Between ``schedule`` and ``complete`` requests may come and be aborted."""
+
+    def __init__(
+        self, scheduler: Scheduler, pacer: Pacer, kv_bytes_per_token: int, clock: Callable[[], float]
+    ) -> None:
+        self.scheduler = scheduler
+        self.statistics = Statistics()
+        self._pacer = pacer
+        self._kv_bytes_per_token = kv_bytes_per_token
+        self._clock = clock
+        self._tasks: dict[TokenSequence, Task] = {}
+
+    # --- requests --------------------------------------------------------------------------------------------
+
+    def add_generation(self, request: GenerationRequest, wanted: int, task: Generation) -> None:
+        """wanted: from where on the caller wants the prompt computed here.
+
+        Raises InvalidRequest, LeaseError, RequestConflict, Overloaded; then nothing was changed.
+        """
+        self._check_against_lease(request, wanted)
+        if self.scheduler.reservation(request.request_id) is None:
+            self.scheduler.add(task.sequence)
+        else:
+            self.scheduler.add_received(task.sequence)
+        self._tasks[task.sequence] = task
+
+    def count_ended(self, request: GenerationRequest, reason: FinishReason) -> None:
+        """A resumed request that has nothing left to do, and no use for its reservation. Raises RequestConflict."""
+        if self.scheduler.get(SequenceKind.GENERATE, request.request_id) is not None:
+            raise RequestConflict(f"request {request.request_id!r} is live", param="request_id")
+        self.scheduler.abort_reservation(request.request_id)
+        self.statistics.finished[reason] += 1
+
+    def add_send(self, task: Send) -> None:
+        """Raises RequestConflict, Overloaded."""
+        self.scheduler.add(task.sequence)
+        self._tasks[task.sequence] = task
+
+    def abort_sequence(self, kind: SequenceKind, request_id: str) -> list[Event]:
+        """Tells the request, except a send that is in the running step: that one is told when the step is over."""
+        sequence = self.scheduler.get(kind, request_id)
+        if sequence is None:
+            return []
+        self.statistics.aborts += 1
+        task = self._tasks[sequence]
+        error = RequestAborted(f"request {request_id!r} was aborted")
+        if isinstance(task, Send) and self.scheduler.is_in_flight(sequence):
+            task.error = error
+            self.scheduler.finish(sequence)
+            return [_nothing]
+        return [self.end(task, error)]
+
+    def end_all(self, error: MicroservingError) -> list[Event]:
+        """End every request."""
+        return [self.end(task, error) for task in list(self._tasks.values())]
+
+    def expire_leases(self) -> None:
+        self.statistics.leases_expired += len(self.scheduler.expire(self._clock()))
+
+    # --- steps -----------------------------------------------------------------------------------------------
+
+    def schedule(self) -> tuple[list[Work], list[PageCopy], list[Event]]:
+        """The next step (empty: nothing can run), and what requests are to be told before it."""
+        self.expire_leases()
+        events = self._expire_requests()
+        step = self.scheduler.schedule(self._clock(), self._prefill_budget())
+        events += self._give_back()
+        return [Work(chunk, self._tasks[chunk.sequence]) for chunk in step.chunks], step.copies, events
+
+    def give_up(self) -> list[Event]:
+        """End a send that has waited long enough for pages, when nothing could run."""
+        sequence = self.scheduler.send_to_give_up(self._clock())
+        if sequence is None:
+            return []
+        error = KVExhausted("reservations hold the KV pages that this send needs", retry_after_s=1.0)
+        return [self.end(self._tasks[sequence], error)]
+
+    def complete(self, batch: Sequence[Work], result: StepResult) -> list[Event]:
+        """Account for the step; returns what its requests are to be told."""
+        events: list[Event] = []
+        sampled = iter(result.sampled)
+        if not result.failed:
+            self._count_step([work.chunk for work in batch], result.times)
+        self.scheduler.complete(ok=not result.failed)
+        for index, work in enumerate(batch):
+            if result.failed:
+                events += self._fail(work.task)
+            elif isinstance(work.task, Send):
+                times = result.send_times(index, ran=work.chunk.length > 0)
+                events += self._advance_send(work.task, work.chunk, times)
+            elif work.samples:
+                events += self._advance_generation(work.task, next(sampled))
+        return events
+
+    # --- helpers ---------------------------------------------------------------------------------------------
+
+    def _prefill_budget(self) -> int | None:
+        """What a step with decodes may have beside them; None = it has none."""
+        sequences = list(self.scheduler.sequences())
+        decodes = sum(s.state is SequenceState.DECODE for s in sequences)
+        if decodes == 0:
+            return None
+        position = max((s.computed for s in sequences if s.state is SequenceState.PREFILL), default=0)
+        return self._pacer.budget(decodes, position, self.scheduler.config.chunk_size_tokens)
+
+    def _give_back(self) -> list[Event]:
+        """End what was preempted and is not to be computed again here."""
+        lost = [t for t in self._tasks.values() if isinstance(t, Generation) and t.must_give_back]
+        for task in lost:
+            self._forget(task, "preempt")
+        return [partial(task.notify, task.output.preempted()) for task in lost]
+
+    def _expire_requests(self) -> list[Event]:
+        """Between steps only: nothing of these runs."""
+        late = self.scheduler.expired_sequences(self._clock())
+        error = DeadlineExceeded("the request took longer than its timeout")
+        return [self.end(self._tasks[sequence], error) for sequence in late]
+
+    def _count_step(self, chunks: Sequence[Chunk], times: StepTimes) -> None:
+        seconds = (times.end_ns - times.begin_ns) / 1e9
+        self.statistics.count_step(chunks, seconds)
+        tokens, position = prefilled(chunks)
+        self._pacer.observe(sum(chunk.decode for chunk in chunks), tokens, position, seconds)
+
+    def _fail(self, task: Task) -> list[Event]:
+        if isinstance(task, Send) and task.error is not None:
+            return [self.end(task, task.error)]
+        if is_over(task):
+            return []
+        return [self.end(task, InternalError("the model step failed"), publish=False)]
+
+    def _advance_generation(self, task: Generation, sampled: SampledToken | InternalError) -> list[Event]:
+        if is_over(task):
+            return []
+        if isinstance(sampled, InternalError):
+            return [self.end(task, sampled, publish=False)]
+        task.sequence.tokens.append(sampled.token_id)
+        self._count_token(task)
+        if sampled.chunk is None:
+            return []
+        if sampled.chunk.finish_reason is not None:
+            self._forget(task, sampled.chunk.finish_reason)
+        return [partial(task.notify, sampled.chunk)]
+
+    def _count_token(self, task: Generation) -> None:
+        sequence, now = task.sequence, self._clock()
+        first = len(sequence.tokens) == sequence.prompt_length + 1
+        self.statistics.count_token(now, task.last_token_at, sequence.arrival if first else None)
+        task.last_token_at = now
+
+    def _advance_send(self, task: Send, chunk: Chunk, times: list[StepTimes]) -> list[Event]:
+        sent = task.advance(chunk, times)
+        self.statistics.tokens_sent += sent
+        self.statistics.bytes_sent += sent * self._kv_bytes_per_token
+        if task.error is not None:
+            return [self.end(task, task.error)]
+        if not chunk.last:
+            return []
+        if not task.complete:
+            return [self.end(task, InternalError("not every position was sent"))]
+        self._forget(task, "sent")
+        return [partial(task.notify, task.done(self._kv_bytes_per_token))]
+
+    def _check_against_lease(self, request: GenerationRequest, wanted: int) -> None:
+        """Raises InvalidRequest when the request is not the one that was reserved for, or the prompt below ``wanted`` is
+        not there; LeaseError when its reservation has ended."""
+        prompt, salt = request.prompt_token_ids, request.cache_salt
+        lease = self.scheduler.reservation(request.request_id)
+        if lease is None:
+            self.scheduler.require_not_ended(request.request_id)
+        elif lease.prompt != prompt:
+            raise InvalidRequest("the prompt is not the one that was reserved for", param="prompt")
+        elif lease.salt != salt:
+            raise InvalidRequest("the cache_salt is not the one that was reserved with", param="cache_salt")
+        cached = 0 if lease is None else lease.end
+        if wanted > cached:
+            cached = max(cached, self.scheduler.match_prefix(salt, prompt))
+        if wanted > cached:
+            raise InvalidRequest(
+                f"begin {wanted} is above the {cached} tokens that are in the cache", param="begin"
+            )
+
+    def end(self, task: Task, error: MicroservingError, *, publish: bool = True) -> Event:
+        ending = {RequestAborted: "abort", DeadlineExceeded: "deadline"}.get(type(error), "error")
+        self._forget(task, ending, publish=publish)
+        return partial(task.notify, error)
+
+    def _forget(self, task: Task, ending: str, *, publish: bool = True) -> None:
+        del self._tasks[task.sequence]
+        if not is_over(task):
+            self.scheduler.finish(task.sequence, publish=publish)
+        self.statistics.finished[ending] += 1
+
+
+def _nothing() -> None:
+    """What a request is told that will be told later."""
