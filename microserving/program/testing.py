@@ -139,6 +139,8 @@ class FakeEngine(EngineClient):
         cached = max(0, min(self.cached(request), request.prompt_length - 1))
         self._computed(request)
         for number, text in enumerate(self.output, start=1):
+            if number <= len(request.resume_output_ids):
+                continue  # given out elsewhere already
             await asyncio.sleep(0)
             last = number == len(self.output)
             if last:

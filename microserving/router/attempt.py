@@ -66,7 +66,7 @@ class Attempt:
         self.outcome: Outcome = "other"
         self.record = record
         self._request = request
-        self._holdings = Holdings(in_flight, record)
+        self._holdings = Holdings(in_flight, record, cluster.index)
         self._cluster = cluster.bound(
             seen=self._holdings.bind, chosen=self._holdings.choose, without=without, strictly=strictly
         )

@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncGenerator, AsyncIterator
+from collections.abc import AsyncGenerator, AsyncIterator, Callable
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from microserving.errors import InternalError, MicroservingError, NoEngine, ShuttingDown
+from microserving.errors import InternalError, MicroservingError, NoEngine, Overloaded, ShuttingDown
 from microserving.front import ServedModel
-from microserving.program import Cluster
+from microserving.program import Cluster, EngineClient
 from microserving.protocol.generation import GenerationChunk, GenerationRequest
 from microserving.router.attempt import Attempt
 from microserving.router.hedging import race
@@ -59,7 +59,8 @@ class DispatchSettings:
 
 
 class Dispatcher:
-    """in_flight: shared with the engine clients. ledger: of all requests."""
+    """in_flight: shared with the engine clients. ledger: of all requests. on_failure: called with engines that failed a
+    request, unless they are only full."""
 
     def __init__(
         self,
@@ -69,6 +70,7 @@ class Dispatcher:
         served: Served,
         settings: DispatchSettings | None = None,
         ledger: Ledger | None = None,
+        on_failure: Callable[[EngineClient], None] | None = None,
     ) -> None:
         self.ledger = ledger or Ledger()
         self._host = host
@@ -77,6 +79,7 @@ class Dispatcher:
         self._served = served
         self._settings = settings or DispatchSettings()
         self._budget = RetryBudget(self._settings.retries)
+        self._on_failure = on_failure
         self._releases: set[asyncio.Task[None]] = set()
         self._accepting = True
         self._running = 0
@@ -117,7 +120,7 @@ class Dispatcher:
             raise ShuttingDown
         self._budget.deposit()
         journey = self._set_out(request)
-        delivery = journey.delivery
+        delivery, metrics = journey.delivery, self._cluster.metrics
         error: BaseException | None = None
         try:
             while not delivery.finished:
@@ -125,8 +128,7 @@ class Dispatcher:
                 failure: MicroservingError | None = None
                 try:
                     async for chunk in await self._open(journey, attempts):
-                        if not delivery.begun:
-                            journey.first_chunk()
+                        journey.passing(chunk, attempts[0].record, metrics)
                         shown = delivery.take(chunk)
                         yield shown
                         if delivery.cut:
@@ -174,7 +176,7 @@ class Dispatcher:
         """The chunks of the attempt that has been begun, or of one that is begun beside it; the one that gives them is
         ``attempts[0]`` afterwards."""
         after_s = self._settings.hedge_after_s
-        if after_s is None or journey.delivery.begun:
+        if after_s is None or journey.whole or journey.delivery.begun:
             return attempts[0].chunks
 
         def start_second() -> Attempt | None:
@@ -191,6 +193,9 @@ class Dispatcher:
     async def _recover(self, journey: Journey, attempt: Attempt, failure: MicroservingError) -> None:
         """Returns when the request may be tried again, after a pause. Raises ``failure`` when that must not be."""
         journey.failed(attempt, failure)
+        if self._on_failure is not None and not isinstance(failure, Overloaded):
+            for engine in attempt.failed:
+                self._on_failure(engine)
         if not self._may_retry(journey, attempt, failure):
             if journey.overload is not None and isinstance(failure, NoEngine):
                 failure = journey.overload

@@ -145,8 +145,8 @@ class EngineRegistry:
         if peer not in self.peers:
             return  # somebody else removed it meanwhile
         self.peers.remove(peer)
-        self._failing.discard(peer.client)
-        self._tripped.pop(peer.client, None)
+        self._rehabilitate(peer)
+        self.cluster.index.forget(peer.client.id)
         self._update()
         if self.on_removed is not None:
             self.on_removed(peer)
@@ -200,9 +200,9 @@ class EngineRegistry:
                 "%s is %s as %s", peer.label, "back, restarted," if restarted else "up", info.engine_id
             )
         if peer.state != "up" or known is None or known.epoch != info.epoch:
-            peer.circuit.reset()
-            self._tripped.pop(peer.client, None)
-            self._failing.discard(peer.client)
+            self._rehabilitate(peer)
+        if known is not None and known.epoch != info.epoch:
+            self.cluster.index.forget(known.engine_id)
         if not peer.draining:
             peer.client.came_back()
         peer.client.identify(info)
@@ -246,6 +246,12 @@ class EngineRegistry:
         peer = Peer(client, Circuit(self._circuit))
         self.peers.append(peer)
         return peer
+
+    def _rehabilitate(self, peer: Peer) -> None:
+        """It was away, or is another process: its failures do not count any more."""
+        peer.circuit.reset()
+        self._tripped.pop(peer.client, None)
+        self._failing.discard(peer.client)
 
     def _unreachable(self, client: HttpEngineClient, reason: str) -> None:
         for peer in self.peers:

@@ -10,12 +10,11 @@ import asyncio
 import inspect
 import logging
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Coroutine
-from contextlib import asynccontextmanager
 from dataclasses import replace
 from typing import Any, Literal, TypeVar
 
 from microserving.errors import EngineUnavailable, MicroservingError
-from microserving.policies import EngineLoad
+from microserving.policies import EngineLoad, PrefixIndex
 from microserving.program import EngineClient, EngineRole, Received, Request
 from microserving.protocol.generation import GenerationChunk, RemoteSendResult
 from microserving.router.in_flight import InFlight
@@ -32,12 +31,15 @@ ResultT = TypeVar("ResultT")
 class Holdings:
     """The reservations, sends and generations of one attempt. ``in_flight`` is shared by all attempts.
 
-    record: where the attempt's facts are written down. busy: answers of engines that are waited for now; idle_since:
+    record: where the attempt's facts are written down; index: where, what engines had cached. busy: answers of engines that are waited for now; idle_since:
     when the last one came (loop time). failed: the engines that failed, or whose peer in a transfer did.
     """
 
-    def __init__(self, in_flight: InFlight, record: AttemptRecord | None = None) -> None:
+    def __init__(
+        self, in_flight: InFlight, record: AttemptRecord | None = None, index: PrefixIndex | None = None
+    ) -> None:
         self.record = AttemptRecord("") if record is None else record
+        self._index = index
         self.busy = 0
         self.idle_since = 0.0
         self.failed: set[EngineClient] = set()
@@ -146,6 +148,11 @@ class Holdings:
             if receiver is not None:
                 self.failed.add(receiver._inner if isinstance(receiver, HeldEngine) else receiver)
 
+    def found_cached(self, engine: EngineClient, request: Request, tokens: int) -> None:
+        """The engine said how much of the prompt it had."""
+        if self._index is not None:
+            self._index.observe(request.request_id, engine.id, tokens)
+
     def watch(self, stream: AsyncGenerator[GenerationChunk, None]) -> AsyncIterator[GenerationChunk]:
         """Have ``stream`` closed by ``release``, wherever the program left it."""
         self._streams.append(stream)
@@ -204,9 +211,10 @@ class HeldEngine(EngineClient):
         return self._holdings.called("remote_send", self._remote_send(request, to))
 
     async def _prep_recv(self, request: Request, end: int) -> Received:
-        async with self._holding(request, "reservation"):
+        with self._holding(request, "reservation"):
             received = await self._holdings.asked(self._inner.prep_recv(request, end=end))
         self._holdings.record.reserved(received.end, received.prefix_matched_length)
+        self._holdings.found_cached(self._inner, request, received.prefix_matched_length)
         self._holdings.keep_alive(received, self._inner, request)
         return replace(received, engine=self)
 
@@ -214,7 +222,7 @@ class HeldEngine(EngineClient):
         if to.complete:
             return await self._inner.remote_send(request, to=to)
         self._holdings.record.sending(self._inner)
-        async with self._holding(request, "send", receiver=to.engine):
+        with self._holding(request, "send", receiver=to.engine):
             sending = self._inner.remote_send(request, to=to)
             result = await self._holdings.asked(to.engine.while_answering(sending))
         self._holdings.drop(self._inner, request, "send")
@@ -250,35 +258,53 @@ class HeldEngine(EngineClient):
         holdings = self._holdings
         holdings.use(self._inner, request)
         holdings.record.generating(self._inner)
-        async with self._holding(request, "generation"):
+        with self._holding(request, "generation"):
             chunks = aiter(self._inner.start_generate(request, begin=begin))
-            finished = False
+            finished, cached = False, 0
             try:
                 while (chunk := await holdings.asked(anext(chunks, None))) is not None:
-                    finished = chunk.finish_reason is not None
+                    finished, cached = chunk.finish_reason is not None, chunk.cached_tokens
                     yield chunk
             finally:
                 await close(chunks)
         if finished:
+            holdings.found_cached(self._inner, request, cached)
             holdings.drop(self._inner, request, "reservation", "generation")
 
-    @asynccontextmanager
-    async def _holding(
-        self, request: Request, kind: Kind, receiver: EngineClient | None = None
-    ) -> AsyncIterator[None]:
-        """Around a verb. An engine that refused it holds nothing; one that failed, or was not waited for, may.
+    def _holding(self, request: Request, kind: Kind, receiver: EngineClient | None = None) -> _Holding:
+        return _Holding(self._holdings, self._inner, request, kind, receiver)
 
-        receiver: of a transfer, whose failure the sender reports as its own.
-        """
-        holdings = self._holdings
-        is_new = holdings.take(self._inner, request, kind)
-        try:
-            yield
-        except MicroservingError as error:
-            holdings.blame(error, self._inner, receiver)
-            if is_new and not isinstance(error, EngineUnavailable):
-                holdings.drop(self._inner, request, kind)
-            raise
+
+class _Holding:
+    """Around a verb. An engine that refused it holds nothing; one that failed, or was not waited for, may.
+
+    receiver: of a transfer, whose failure the sender reports as its own.
+    """
+
+    __slots__ = ("_engine", "_holdings", "_is_new", "_kind", "_receiver", "_request")
+
+    def __init__(
+        self,
+        holdings: Holdings,
+        engine: EngineClient,
+        request: Request,
+        kind: Kind,
+        receiver: EngineClient | None,
+    ) -> None:
+        self._holdings = holdings
+        self._engine = engine
+        self._request = request
+        self._kind: Kind = kind
+        self._receiver = receiver
+
+    def __enter__(self) -> None:
+        self._is_new = self._holdings.take(self._engine, self._request, self._kind)
+
+    def __exit__(self, _kind: object, error: BaseException | None, _trace: object) -> None:
+        if isinstance(error, MicroservingError):
+            self._holdings.blame(error, self._engine, self._receiver)
+            if self._is_new and not isinstance(error, EngineUnavailable):
+                self._holdings.drop(self._engine, self._request, self._kind)
 
 
 async def close(chunks: AsyncIterator[Any]) -> None:

@@ -10,11 +10,15 @@ from dataclasses import replace
 
 from microserving.errors import InternalError, MicroservingError, Overloaded
 from microserving.program import EngineClient, Request
-from microserving.protocol.generation import GenerationRequest
+from microserving.program.metrics import ClusterMetrics
+from microserving.protocol.generation import GenerationChunk, GenerationRequest
 from microserving.router.attempt import Attempt
 from microserving.router.delivery import Delivery
-from microserving.router.ledger import RequestRecord
+from microserving.router.ledger import AttemptRecord, RequestRecord
 from microserving.router.program_loader import LoadedProgram
+
+_TOKENS_PER_SAMPLE = 8
+"""Tokens between two looks at the time between tokens."""
 
 
 class Journey:
@@ -39,6 +43,8 @@ class Journey:
         self.failed_program: LoadedProgram | None = None
         self._request = request
         self._tokens_before = 0
+        self._seen_at = 0.0
+        self._unseen = 0
 
     @property
     def remaining_s(self) -> float | None:
@@ -63,11 +69,26 @@ class Journey:
             deadline=self.deadline,
         )
 
-    def first_chunk(self) -> None:
-        """The first output is here."""
-        record = self.record
+    @property
+    def whole(self) -> bool:
+        """Whether all of the output comes at once."""
+        return self._request.whole
+
+    def passing(self, chunk: GenerationChunk, attempt: AttemptRecord, metrics: ClusterMetrics) -> None:
+        """``chunk`` is on its way to the client: measure the pace. Of an output that comes whole nothing is known."""
+        record, tokens = self.record, len(chunk.token_ids)
+        now = asyncio.get_running_loop().time()
         if record.ttft_s is None:
-            record.ttft_s = asyncio.get_running_loop().time() - record.began
+            record.ttft_s = now - record.began
+            self._seen_at, self._unseen = now, 0
+            if attempt.role is not None and not self._request.whole:
+                metrics.add_ttft(attempt.role, record.ttft_s)
+            return
+        self._unseen += tokens
+        if self._unseen >= _TOKENS_PER_SAMPLE or (chunk.finish_reason is not None and self._unseen):
+            if attempt.role is not None:
+                metrics.add_itl(attempt.role, (now - self._seen_at) / self._unseen)
+            self._seen_at, self._unseen = now, 0
 
     def failed(self, attempt: Attempt, error: MicroservingError) -> None:
         """``attempt`` ended with ``error``."""

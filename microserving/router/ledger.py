@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from microserving.errors import MicroservingError
-from microserving.program import EngineClient, RemoteSendResult
+from microserving.program import EngineClient, EngineRole, RemoteSendResult
 
 RequestState = Literal["waiting_for_prefill", "handoff_to_decode", "decoding", "complete"]
 """Until the prompt's K/V is where it is needed; until the first token; until the last one; ended, however."""
@@ -22,7 +22,7 @@ RequestState = Literal["waiting_for_prefill", "handoff_to_decode", "decoding", "
 
 @dataclass(slots=True)
 class AttemptRecord:
-    """One run of the program. prefill, decode: the engines that sent K/V and that generated last.
+    """One run of the program. prefill, decode: the engines that sent K/V and that generated last; role: the latter's.
 
     prefix_matched_length: of the prompt, what the receiver had already. error: the code of what ended it.
     """
@@ -31,6 +31,7 @@ class AttemptRecord:
     state: RequestState = "waiting_for_prefill"
     prefill: str | None = None
     decode: str | None = None
+    role: EngineRole | None = None
     split_at: int | None = None
     prefix_matched_length: int = 0
     tokens_sent: int = 0
@@ -75,7 +76,7 @@ class AttemptRecord:
 
     def generating(self, engine: EngineClient) -> None:
         """``engine`` was asked to generate."""
-        self.decode = engine.id
+        self.decode, self.role = engine.id, engine.role
         self.state = "handoff_to_decode"
 
 
