@@ -167,3 +167,13 @@ def test_ended_requests_are_remembered_but_not_for_ever(
         issue(table, name, 0)
         table.abort(name)
     assert [table.ending(name) for name in "abcd"] == [None, "aborted", "aborted", "aborted"]
+
+
+def test_live_leases_by_state(table: ReservationTable) -> None:
+    arrived(table, "arrived", 16)
+    issue(table, "issued", 16)
+    writing = issue(table, "writing", 16)
+    assert table.begin_write("writing", writing.lease_id, now=0.0)
+    ended = arrived(table, "ended", 16)
+    table.abort(ended.request_id)
+    assert table.states() == {LeaseState.ISSUED: 1, LeaseState.WRITING: 1, LeaseState.ARRIVED: 1}
