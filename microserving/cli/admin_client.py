@@ -49,6 +49,8 @@ class AdminClient:
         import httpx
 
         is_url = "://" in self._address
+        if not is_url and not Path(self._address).is_socket():
+            raise EngineUnavailable(f"no router answers at {self._address}: there is no such socket")
         transport = httpx.HTTPTransport(uds=None if is_url else self._address)
         base = self._address if is_url else "http://router"
         try:
