@@ -1,8 +1,9 @@
 """Follows the traffic: whole requests, or prompts and outputs apart with as many engines for each as latencies ask for.
 
-It begins with whole requests until that misses an objective (``apart``: with the other). ``ttft_ms`` bounds the time to the first token, ``itl_ms`` the time between tokens, both at quantile ``quantile``. A side
-that misses its objective gets an engine from the other one, if that keeps its own well enough; a side never gives its last
-one away. When the prompts' side is short of engines and there is none to get, everything is served whole again.
+It begins with whole requests, until the time between tokens misses its objective (or at once: ``apart``). ``ttft_ms``
+bounds the time to the first token, ``itl_ms`` the time between tokens, both at quantile ``quantile``. A side that misses
+its objective gets an engine from the other one, if that keeps its own well enough; no side gives its last one away. When
+the prompts' side is short of engines and there is none to get, everything is served whole again.
 """
 
 import asyncio
