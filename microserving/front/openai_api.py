@@ -132,18 +132,24 @@ class OpenAIFront:
 
     async def models(self) -> ModelList:
         """GET `/v1/models`."""
-        model, _ = await self._served(None)
-        return ModelList(data=[_model_card(model)])
+        return ModelList(data=[_model_card(await self._known(None))])
 
     async def model(self, model_id: str) -> ModelCard:
         """GET `/v1/models/{model_id}`."""
-        model, _ = await self._served(model_id)
-        return _model_card(model)
+        return _model_card(await self._known(model_id))
 
     async def ready(self) -> Status:
         """GET `/ready`: whether a request sent now would be served."""
         await self._served(None)
         return Status(status="ready")
+
+    async def _known(self, name: str | None) -> ServedModel:
+        """The served model, also while nothing serves it. Raises NoEngine while it is unknown, ModelNotFound."""
+        model = self._backend.model
+        if model is None:
+            return (await self._served(name))[0]
+        check_model(name, model)
+        return model
 
     async def _served(self, name: str | None) -> tuple[ServedModel, Tokenizer]:
         """The model that serves a request for ``name``. Raises NoEngine while nothing does, ModelNotFound."""
@@ -151,9 +157,10 @@ class OpenAIFront:
         if not backend.ready:
             await backend.refresh()
         model, tokenizer = backend.model, backend.tokenizer
+        if model is not None:
+            check_model(name, model)
         if not backend.ready or model is None or tokenizer is None:
             raise NoEngine("no engine is ready to serve this", retry_after_s=1)
-        check_model(name, model)
         return model, tokenizer
 
     async def _answer(

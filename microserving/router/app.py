@@ -13,6 +13,7 @@ from microserving.program import EngineLoad, EngineRole, setting_types
 from microserving.router.admin import ProgramAdmin, create_admin_app
 from microserving.router.admin_engines import EngineAdmin
 from microserving.router.admin_listener import admin_served
+from microserving.router.circuit import CircuitSettings
 from microserving.router.config import RouterConfig, Setting
 from microserving.router.deployment import Deployer
 from microserving.router.dispatch import Dispatcher, DispatchSettings
@@ -69,8 +70,16 @@ class Router:
             config.probe_connect_timeout_s,
         )
         self._config = config
-        self._registry = EngineRegistry(config.prefill_peers, config.decode_peers, timeouts)
-        self._monitor = HealthMonitor(self._registry, probes)
+        self._registry = EngineRegistry(
+            config.prefill_peers,
+            config.decode_peers,
+            timeouts,
+            CircuitSettings(config.circuit_failures),
+            drain_timeout_s=config.engine_drain_timeout_s,
+        )
+        self._monitor = HealthMonitor(
+            self._registry, probes, served_model=config.served_model, tokenizer_dir=config.tokenizer_dir
+        )
         self._host = ProgramHost(program, self._registry.cluster, _host_settings(config))
         self._deployer = Deployer(self._host, self._pool_sizes, dry_run_timeout_s=config.dry_run_timeout_s)
         self._dispatcher = Dispatcher(
@@ -79,6 +88,7 @@ class Router:
             self._registry.in_flight,
             self._monitor,
             _dispatching(config),
+            on_failure=self._registry.suspect,
         )
         settings = FrontSettings(strict_fields=config.strict_fields)
         control = control_router()
@@ -91,9 +101,11 @@ class Router:
         )
 
     async def start(self) -> None:
-        """Reach every peer, then serve. Raises ConfigError, one line, when one does not answer or does not fit."""
+        """Reach every peer, then serve. Raises ConfigError, one line, when one does not answer or does not fit (unless
+        peers may be missing)."""
         try:
-            await self._monitor.connect(self._config.peer_timeout_s)
+            if not self._config.allow_missing_peers:
+                await self._monitor.connect(self._config.peer_timeout_s)
         except BaseException:
             await self._registry.close()
             raise

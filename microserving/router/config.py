@@ -48,7 +48,11 @@ Peers = Annotated[
 class RouterConfig(BaseModel):
     """Durations in seconds. An engine that is a peer of both kinds is in both pools.
 
-    program: a file, or the name of a shipped program. peer_timeout_s: at start every peer must answer within this.
+    program: a file, or the name of a shipped program. peer_timeout_s: at start every peer must answer within this,
+    unless allow_missing_peers: then the router serves at once, and answers 503 until an engine joins. served_model: the
+    only model that an engine may have; known before any engine answers. tokenizer_dir: with a tokenizer.json, for
+    engines that cannot give theirs. circuit_failures: in a row, after which an engine that answers its probes is only
+    tried now and then. engine_drain_timeout_s: requests that take longer on an engine that is drained go on elsewhere.
     An engine is taken out of its pools after probe_misses probes without an answer (at once when its connection is
     refused or breaks; not because a request could not connect within connect_timeout_s: that request is refused). stage_timeout_s: the longest silence of an engine within one verb or stream.
     request_timeout_s: the deadline of a request that brings none. stall_timeout_s: how long a program may neither ask an
@@ -74,6 +78,11 @@ class RouterConfig(BaseModel):
     probe_timeout_s: float = Field(2.0, gt=0)
     probe_connect_timeout_s: float = Field(0.5, gt=0)
     probe_misses: int = Field(3, ge=1)
+    allow_missing_peers: bool = False
+    served_model: str | None = Field(None, min_length=1)
+    tokenizer_dir: Path | None = Field(None, strict=False)
+    circuit_failures: int = Field(5, ge=1)
+    engine_drain_timeout_s: float = Field(30.0, ge=0)
     prep_recv_timeout_s: float = Field(30.0, gt=0)
     stage_timeout_s: float = Field(300.0, gt=0)
     release_timeout_s: float = Field(5.0, gt=0)
@@ -97,7 +106,7 @@ class RouterConfig(BaseModel):
 
     @model_validator(mode="after")
     def _has_peers(self) -> RouterConfig:
-        if not self.prefill_peers and not self.decode_peers:
+        if not self.prefill_peers and not self.decode_peers and not self.allow_missing_peers:
             raise ValueError("no engine is named: prefill_peers and decode_peers are both empty")
         return self
 

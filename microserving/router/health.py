@@ -10,14 +10,16 @@ import contextlib
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
-from microserving.errors import MicroservingError
+from microserving.errors import MicroservingError, ModelLoadError
 from microserving.front import ServedModel
 from microserving.protocol.microserving import EngineInfo
 from microserving.router.engine_registry import EngineRegistry, Peer, check_startup
 from microserving.router.loop_lag import LoopLag
 from microserving.tokenizer import Tokenizer
+from microserving.tokenizer.loading import from_directory
 
 _logger = logging.getLogger(__name__)
 
@@ -45,7 +47,8 @@ class HealthMonitor:
     """Probes the registry's peers. load_tokenizer: makes the tokenizer from an engine's JSON (``Tokenizer.from_dict``).
 
     ``model`` and ``tokenizer`` are None until the first engine was reached; after that they stay, even while no
-    engine is up.
+    engine is up. served_model: the only one that an engine may serve, known from the start. tokenizer_dir: for engines
+    that cannot give theirs. Raises ModelLoadError when that holds none.
     """
 
     def __init__(
@@ -54,9 +57,15 @@ class HealthMonitor:
         settings: ProbeSettings,
         *,
         load_tokenizer: Callable[[dict[str, Any]], Tokenizer] = Tokenizer.from_dict,
+        served_model: str | None = None,
+        tokenizer_dir: Path | None = None,
     ) -> None:
         self.model: ServedModel | None = None
-        self.tokenizer: Tokenizer | None = None
+        if served_model is not None:
+            self.model = ServedModel(id=served_model, max_context=0, created=0)
+        self._local_tokenizer = None if tokenizer_dir is None else from_directory(tokenizer_dir)
+        self.tokenizer: Tokenizer | None = self._local_tokenizer
+        self._served_model = served_model
         self._registry = registry
         self._settings = settings
         self._load_tokenizer = load_tokenizer
@@ -114,7 +123,9 @@ class HealthMonitor:
                 try:
                     async with asyncio.timeout(self._settings.timeout_s):
                         info = await peer.client.probe(self._settings.connect_timeout_s)
-                    if self._registry.admit(peer, info):
+                    if self._served_model not in (None, info.model):
+                        self._registry.refuse(peer, f"it serves {info.model}, not {self._served_model}")
+                    elif self._registry.admit(peer, info):
                         await self._learn(peer, info)
                 except TimeoutError:
                     self._timed_out(peer, lag)
@@ -163,12 +174,18 @@ class HealthMonitor:
     async def _learn(self, peer: Peer, info: EngineInfo) -> None:
         """Know the model that the engines which are up serve; they all serve the same one."""
         async with self._learning:
-            if info.model_hash != self._model_hash:
+            if self.tokenizer is None or info.model_hash not in ("", self._model_hash):
                 self.tokenizer = None
-                data = await peer.client.fetch_tokenizer()
-                self.tokenizer = await asyncio.to_thread(self._load_tokenizer, data)
+                self.tokenizer = await self._tokenizer_of(peer)
                 self._model_hash = info.model_hash
             # Meanwhile any of them may have gone down, this one included.
             contexts = [up.client.info.max_context for up in self._registry.up if up.client.info is not None]
             smallest = min([info.max_context, *contexts])
             self.model = ServedModel(id=info.model, max_context=smallest, created=info.created)
+
+    async def _tokenizer_of(self, peer: Peer) -> Tokenizer:
+        if not peer.client.verbs_only:
+            return await asyncio.to_thread(self._load_tokenizer, await peer.client.fetch_tokenizer())
+        if self._local_tokenizer is None:
+            raise ModelLoadError("it cannot give its tokenizer: tokenizer_dir must name one")
+        return self._local_tokenizer
