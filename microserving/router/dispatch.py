@@ -229,7 +229,8 @@ class Dispatcher:
             record.resumes += 1
             return True
         record.retries += 1
-        return self._budget.withdraw()
+        # A new program that is broken fails all that it gets until it is rolled back: no engine is the worse for it.
+        return isinstance(failure, InternalError) or self._budget.withdraw()
 
     def _finish(self, attempts: list[Attempt], failure: MicroservingError | None) -> None:
         """Leave nothing behind. In the background: whoever ended the request does not wait for it."""

@@ -17,8 +17,10 @@ import pytest
 from microserving.errors import InternalError, ProgramError
 from microserving.program import Cluster, GenerationChunk, Program, Request
 from microserving.program.testing import FakeCluster, collect
+from microserving.router.dispatch import DispatchSettings
 from microserving.router.program_host import HostSettings, ProgramHost
 from microserving.router.program_loader import LoadedProgram, load_source, source_of
+from microserving.router.retries import RetrySettings
 
 from .hosting import Hosted, generation
 
@@ -238,6 +240,22 @@ def test_no_client_sees_a_new_program_that_is_broken() -> None:
             chunks = await collect(hosted.dispatcher.generate(generation(request_id=f"r{number}")))
             assert [chunk.text for chunk in chunks] == ["one", "!"]
         assert (hosted.host.current.number, hosted.host.rollbacks) == (1, 1)
+        await hosted.settle()
+
+    in_loop(scenario)
+
+
+def test_many_requests_at_once_on_a_program_that_is_broken() -> None:
+    """They are more than the budget of retries has: it is there for sick engines."""
+
+    async def scenario() -> None:
+        retries = RetrySettings(budget_share=0.0, budget_burst=0, backoff_s=0.0)
+        hosted = Hosted(Says("one"), dispatching=DispatchSettings(retries=retries))
+        hosted.host.switch(LoadedProgram("broken", Path(__file__), 1, Broken()))
+        requests = [generation(request_id=f"r{number}") for number in range(300)]
+        answers = await asyncio.gather(*(collect(hosted.dispatcher.generate(one)) for one in requests))
+        assert {tuple(chunk.text for chunk in chunks) for chunks in answers} == {("one", "!")}
+        assert hosted.host.rollbacks == 1
         await hosted.settle()
 
     in_loop(scenario)
