@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -33,9 +33,10 @@ class Clock:
 
 
 class Outcome:
-    """What a request was told; asserts that nothing comes after its ending."""
+    """What a request was told; asserts that nothing comes after its ending. resumed: output tokens it came with."""
 
-    def __init__(self) -> None:
+    def __init__(self, resumed: int = 0) -> None:
+        self.resumed = resumed
         self.chunks: list[GenerationChunk] = []
         self.error: MicroservingError | None = None
         self.done: SendDone | None = None
@@ -63,7 +64,7 @@ class Outcome:
         assert self.ended
         assert all(chunk.finish_reason is None for chunk in self.chunks[:-1])
         tokens = [token for chunk in self.chunks for token in chunk.token_ids]
-        assert self.chunks[-1].completion_tokens == len(tokens)
+        assert self.chunks[-1].completion_tokens == self.resumed + len(tokens)
         return tokens
 
     @property
@@ -97,22 +98,26 @@ class Node:
         *,
         request_id: str | None = None,
         begin: int | None = None,
+        more: Mapping[str, Any] | None = None,
         **stop: Any,
     ) -> Outcome:
-        outcome = Outcome()
+        """more: further fields of the request."""
+        more = more or {}
+        outcome = Outcome(len(more.get("resume_output_ids", ())))
         request = GenerationRequest(
             request_id or f"auto-{next(_ids)}",
             tuple(prompt),
             sampling,
             StopParams(max_tokens=max_tokens, **stop),
+            **more,
         )
         self.engine.submit(request, begin=begin, on_chunk=outcome)
         return outcome
 
     def reserve_and_grant(
-        self, request_id: str, prompt: Sequence[int], end: int
+        self, request_id: str, prompt: Sequence[int], end: int, salt: str = ""
     ) -> tuple[Reservation, Lease]:
-        reservation = self.engine.prep_recv(request_id, tuple(prompt), end)
+        reservation = self.engine.prep_recv(request_id, tuple(prompt), end, salt)
         lease = Lease("decode", "epoch", request_id, reservation.lease_id)
         if reservation.end > reservation.prefix_matched_length:
             self.grant(lease)
@@ -124,7 +129,12 @@ class Node:
         self.pool.leases[lease.lease_id] = lease.lease_id
 
     def send(
-        self, to: Node, reservation: Reservation, prompt: Sequence[int], destination: str = "decode"
+        self,
+        to: Node,
+        reservation: Reservation,
+        prompt: Sequence[int],
+        destination: str = "decode",
+        salt: str = "",
     ) -> Outcome:
         outcome = Outcome()
         job = SendJob(
@@ -136,6 +146,7 @@ class Node:
             destination,
             reservation.slots,
             LeaseGuard(reservation.lease_id, reservation.lease_id),
+            salt,
         )
         self.engine.submit_send(job, outcome)
         return outcome
@@ -157,10 +168,12 @@ class Node:
         self.engine.check()
 
 
-def hand_over(prefill: Node, decode: Node, request_id: str, prompt: Sequence[int], end: int) -> SendDone:
+def hand_over(
+    prefill: Node, decode: Node, request_id: str, prompt: Sequence[int], end: int, salt: str = ""
+) -> SendDone:
     """prep_recv and remote_send, to the end."""
-    reservation, lease = decode.reserve_and_grant(request_id, prompt, end)
-    sent = prefill.send(decode, reservation, prompt)
+    reservation, lease = decode.reserve_and_grant(request_id, prompt, end, salt)
+    sent = prefill.send(decode, reservation, prompt, salt=salt)
     prefill.run()
     assert sent.done is not None, sent.error
     decode.engine.end_write(lease, ok=True)
