@@ -49,6 +49,7 @@ def test_it_finds_the_longest_prefix_of_each_engine(
     assert index.look_up(salt, prompt).matched == expected
 
 
+@pytest.mark.case("PX-03")
 @pytest.mark.parametrize(
     ("one", "other"), [("a|b", "a\0b"), ("", "None"), ("", "\0"), ("ab", "a"), ("x" * 10_240, "x" * 10_241)]
 )
@@ -116,6 +117,50 @@ def test_expectations_are_bounded() -> None:
     assert len(index._expected) <= 4096
 
 
+@pytest.mark.case("PX-13")
+def test_engines_that_come_and_go_leave_nothing() -> None:
+    index = PrefixIndex(block_tokens=BLOCK, max_blocks=1000)
+    tokens = random.Random(1)
+    for number in range(600):
+        prompt = [tokens.randrange(1000) for _ in range(50 * BLOCK)]
+        add(index, "", prompt, f"engine-{number % 7}", str(number))
+        if number % 50 == 49:
+            index.forget(f"engine-{number // 50 % 7}")
+        assert len(index) <= 1000
+    for number in range(7):
+        index.forget(f"engine-{number}")
+    assert len(index) == 0
+    assert not index._trust
+
+
+@pytest.mark.case("PX-01")
+def test_digests_that_are_all_equal_make_it_useless_but_not_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A match is then a wrong guess, within the prompt; the engine that is asked for it sets it right."""
+
+    class Constant:
+        def __init__(self, *_arguments: object, **_options: object) -> None:
+            pass
+
+        def digest(self) -> bytes:
+            return bytes(16)
+
+    monkeypatch.setattr("microserving.policies.prefix_index.blake2b", Constant)
+    index = PrefixIndex(block_tokens=BLOCK)
+    add(index, "a", [1] * 40, "x")
+    assert index.look_up("b", [2] * 11).matched == {"x": 8}
+    assert index.look_up("b", [2] * 3).matched == {}
+
+
+@pytest.mark.case("PX-01")
+def test_no_false_hits() -> None:
+    index = PrefixIndex(block_tokens=2)
+    tokens = random.Random(2)
+    for number in range(10_000):
+        prefix = index.look_up("", [number, tokens.randrange(50_000)])
+        assert prefix.matched == {}
+        index.routed(prefix, str(number), "x")
+
+
 def test_a_restarted_engine_is_forgotten() -> None:
     index = PrefixIndex(block_tokens=BLOCK)
     add(index, "", [1] * 8, "x")
@@ -126,6 +171,7 @@ def test_a_restarted_engine_is_forgotten() -> None:
     assert len(index) == 0
 
 
+@pytest.mark.case("PX-17")
 def test_placement_does_not_depend_on_the_hash_seed() -> None:
     script = """
 from microserving.policies import PrefixIndex
