@@ -42,7 +42,7 @@ HELP_TEXTS = {
     "admin_socket": "Unix socket of the admin routes, for this user only",
     "admin_key_file": "file with the key that admin callers send as bearer token (16 bytes or more)",
     "kept_programs": "earlier programs that are kept for rollbacks",
-    "drain_timeout_s": "seconds after which requests that still run on a replaced program are logged",
+    "program_drain_timeout_s": "seconds after which requests that still run on a replaced program are logged",
     "dry_run_timeout_s": "seconds that a program may take on engines in memory before it is put in charge",
     "rollback_window": "first attempts of a new program that decide whether it is rolled back; 0 = never",
     "rollback_threshold": "share of them that must fail through the program for a rollback",
@@ -80,5 +80,17 @@ def run(options: argparse.Namespace) -> int:
     check_secret("router", config.serving_bind, config.cluster_secret_file)
     console = Console(verbose=options.verbose)
     host = bracketed(config.serving_bind)
-    run_router(config, on_ready=lambda port: console.line(f"router ready at http://{host}:{port}"))
+    admin = " and ".join(_admin_addresses(config))
+
+    def on_ready(port: int) -> None:
+        console.line(f"router ready at http://{host}:{port}{admin and f' (admin routes: {admin})'}")
+
+    run_router(config, on_ready=on_ready)
     return 0
+
+
+def _admin_addresses(config: RouterConfig) -> list[str]:
+    from microserving.cluster.addresses import bracketed
+
+    port = [f"http://{bracketed(config.admin_bind)}:{config.admin_port}"] if config.admin_port else []
+    return port + ([] if config.admin_socket is None else [str(config.admin_socket)])

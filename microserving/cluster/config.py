@@ -223,6 +223,10 @@ def _located(config: ClusterConfig, directory: Path) -> ClusterConfig:
         model = model.model_copy(update={"name": str(directory / model.name)})
     if router is not None and router.program is not None and router.program.endswith(".py"):
         router = router.model_copy(update={"program": str(directory / router.program)})
+    key_file = None if router is None else (router.model_extra or {}).get("admin_key_file")
+    if router is not None and key_file is not None:
+        path = directory / Path(key_file).expanduser()
+        router = router.model_copy(update={"admin_key_file": str(path)})
     return config.model_copy(update={"cluster": cluster, "model": model, "router": router})
 
 

@@ -10,12 +10,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from pydantic import BaseModel
+from pydantic import BaseModel, ValidationError
 
 from microserving.cluster.addresses import Address, claim_ports, parse_address
 from microserving.cluster.config import ClusterConfig, RouterSection
 from microserving.cluster.runtime_dir import ADMIN_SOCKET
 from microserving.engine.config import EngineConfig
+from microserving.errors import ConfigError
 from microserving.router.config import RouterConfig
 
 
@@ -65,7 +66,7 @@ def plan(
     cache_dir: Path | None,
     cpus: Sequence[int],
 ) -> Topology:
-    """Choose ports and cores. cpus: the cores to share out. Raises StartupError when a port is busy."""
+    """Choose ports and cores. cpus: the cores to share out. Raises StartupError when a port is busy, ConfigError."""
     router = _router_section(config)
     wanted = {f"node {node.id}": parse_address(node.address) for node in config.nodes}
     if router is not None:
@@ -135,7 +136,11 @@ def _router_node(
         "cluster_secret_file": common["cluster_secret_file"],
         "admin_socket": common["runtime_dir"] / ADMIN_SOCKET,
     }
-    return RouterNode(RouterConfig.model_validate(settings | (section.model_extra or {})), address)
+    try:
+        return RouterNode(RouterConfig.model_validate(settings | (section.model_extra or {})), address)
+    except ValidationError as error:  # a rule that spans several keys; each by itself was checked before
+        message = error.errors(include_url=False)[0]["msg"].removeprefix("Value error, ")
+        raise ConfigError(f"router: {message}") from error
 
 
 def _peers(engines: Sequence[EngineNode], role: str) -> tuple[str, ...]:

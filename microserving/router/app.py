@@ -185,7 +185,7 @@ def create_app(config: RouterConfig) -> FastAPI:
 def _host_settings(config: RouterConfig) -> HostSettings:
     return HostSettings(
         kept=config.kept_programs,
-        drain_timeout_s=config.drain_timeout_s,
+        drain_timeout_s=config.program_drain_timeout_s,
         rollback_window=config.rollback_window,
         rollback_threshold=config.rollback_threshold,
     )

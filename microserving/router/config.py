@@ -60,7 +60,7 @@ class RouterConfig(BaseModel):
     tried again retry_budget_burst times at once, and for a share of retry_budget_share of them for good.
     hedge_after_s: a request without output for so long is tried on another engine as well.
 
-    admin_port 0, admin_socket None: no admin routes there. kept_programs, drain_timeout_s, rollback_*: of
+    admin_port 0, admin_socket None: no admin routes there. kept_programs, program_drain_timeout_s, rollback_*: of
     ``program_host.HostSettings``. dry_run_timeout_s: for the trial of a program before it is put in charge.
     """
 
@@ -99,7 +99,7 @@ class RouterConfig(BaseModel):
     admin_socket: Path | None = Field(None, strict=False)
     admin_key_file: Path | None = Field(None, strict=False)
     kept_programs: int = Field(3, ge=0)
-    drain_timeout_s: float = Field(60.0, gt=0)
+    program_drain_timeout_s: float = Field(60.0, gt=0)
     dry_run_timeout_s: float = Field(5.0, gt=0)
     rollback_window: int = Field(20, ge=0)
     rollback_threshold: float = Field(0.5, gt=0, le=1)

@@ -15,9 +15,7 @@ import pytest
 
 from microserving.cluster.runtime_dir import ADMIN_SOCKET, admin_sockets, runtime_dir
 
-from .test_main import Ran, run
-
-__all__ = ["run"]
+from .conftest import Ran
 
 GOOD = """\
 from microserving.program import *

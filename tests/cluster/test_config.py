@@ -42,6 +42,7 @@ def node(**keys: Any) -> dict[str, Any]:
         (ONE | {"model": {"path": "x"}}, "my.toml: model.path: unknown key"),
         (ONE | {"router": {"adress": "x:1"}}, "my.toml: router.adress: unknown key (did you mean 'address'?)"),
         (ONE | {"router": {"probe_missed": 1}}, "my.toml: router.probe_missed: unknown key (did you mean 'probe_misses'?)"),
+        (ONE | {"router": {"admin_socket": "/s"}}, "my.toml: router.admin_socket: unknown key here: it is decided by no key, it is made for each run"),
         (ONE | {"router": {"port": 1}}, "my.toml: router.port: unknown key here: it is decided by router.address"),
         (node(rolle="prefill"), "my.toml: nodes[0].rolle: unknown key (did you mean 'role'?)"),
         (node(resources={"memory": 1}), "my.toml: nodes[0].resources.memory: unknown key (did you mean 'memory_bytes'?)"),
@@ -185,13 +186,15 @@ def test_a_file_that_is_not_toml(tmp_path: Path, content: bytes, message: str) -
 def test_file_names_are_relative_to_the_file(tmp_path: Path) -> None:
     (tmp_path / "m.gguf").touch()
     (tmp_path / "x.toml").write_text(
-        'cluster.secret_file = "s"\nmodel.name = "m.gguf"\nrouter.program = "../p.py"\nnodes = [{ id = "a" }]\n'
+        'cluster.secret_file = "s"\nmodel.name = "m.gguf"\nrouter.program = "../p.py"\n'
+        'router.admin_key_file = "k"\nnodes = [{ id = "a" }]\n'
     )
     config = load_cluster_config(tmp_path / "x.toml")
     assert config.cluster.secret_file == str(tmp_path / "s")
     assert config.model.name == str(tmp_path / "m.gguf")
     assert config.router is not None
     assert config.router.program == str(tmp_path / "../p.py")
+    assert config.router.model_extra == {"admin_key_file": str(tmp_path / "k")}
 
 
 @pytest.mark.parametrize("path", sorted(CONFIGS.glob("*.toml")), ids=lambda path: path.stem)

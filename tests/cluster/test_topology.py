@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from microserving.cluster.addresses import Address, claim_ports, parse_address
 from microserving.cluster.config import parse_cluster_config
 from microserving.cluster.topology import Topology, describe, plan, share_cpus
-from microserving.errors import StartupError
+from microserving.errors import ConfigError, StartupError
 
 
 def planned(data: dict[str, Any], cpus: tuple[int, ...] = (0, 1)) -> Topology:
@@ -60,6 +60,23 @@ def test_every_engine_gets_the_secret_and_the_runtime_directory() -> None:
     for engine in planned(PD).engines:
         assert engine.config.cluster_secret_file == Path("/s")
         assert engine.config.runtime_dir == Path("/r")
+
+
+def test_the_router_has_an_admin_socket_in_the_runtime_directory() -> None:
+    topology = planned(PD)
+    assert topology.router is not None
+    assert topology.router.config.admin_socket == Path("/r/admin.sock")
+
+
+def test_an_admin_port_for_others_needs_a_key() -> None:
+    section = {"address": "127.0.0.1:0", "admin_bind": "0.0.0.0", "admin_port": 9}
+    with pytest.raises(
+        ConfigError, match=r"^router: the admin routes listen on 0\.0\.0\.0 only with admin_key_file"
+    ):
+        planned(PD | {"router": section})
+    topology = planned(PD | {"router": section | {"admin_key_file": "/k"}})
+    assert topology.router is not None
+    assert topology.router.config.admin_key_file == Path("/k")
 
 
 def test_router_settings_of_the_file_reach_the_router() -> None:
