@@ -107,6 +107,9 @@ class HealthMonitor:
 
     async def refresh(self) -> None:
         """Probe the engines that are not up, now: one round at a time, at most one every ``REFRESH_GAP_S``."""
+        if self.tokenizer is None and self._learning.locked():
+            async with self._learning:  # an engine has just joined; bounded by its probe's limit
+                return
         now = asyncio.get_running_loop().time()
         if self._refreshing is None or self._refreshing.done():
             if self._registry.all_up or now - self._refreshed_at < REFRESH_GAP_S:

@@ -73,7 +73,7 @@ def whole(pieces: list[bytes]) -> dict[str, Any]:
         body = json.loads(line.removeprefix("data: ")) if line.startswith("data: {") else {}
         for part in body.get("choices", ()):
             answer["text"] += part["text"]
-            answer["token_ids"] += part["token_ids"]
+            answer["token_ids"] += part.get("token_ids", [])
             answer["finish_reason"] = part["finish_reason"]
         usage = body.get("usage", usage)
     return {"choices": [{"index": 0, **answer}], "usage": usage}
