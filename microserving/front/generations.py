@@ -7,11 +7,13 @@ same text alone and within a list. The index of choice j of prompt i is ``i * n 
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import secrets
+import time
 from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence
 from contextlib import aclosing, asynccontextmanager
 
-from microserving.errors import ContextLengthExceeded, InternalError, InvalidRequest
+from microserving.errors import ContextLengthExceeded, DeadlineExceeded, InternalError, InvalidRequest
 from microserving.front.backend import Backend
 from microserving.protocol.generation import GenerationChunk, GenerationRequest
 from microserving.protocol.openai import UINT64_MAX, GenerationFields
@@ -126,10 +128,11 @@ async def _merged(
     backend: Backend, requests: Sequence[GenerationRequest], concurrency: int
 ) -> AsyncGenerator[IndexedChunk, None]:
     queue: asyncio.Queue[IndexedChunk | Exception | None] = asyncio.Queue(maxsize=2 * concurrency)
-    waiting = iter(enumerate(requests))
+    waiting, started = iter(enumerate(requests)), time.monotonic()
 
     async def work() -> None:
-        for index, request in waiting:
+        for index, planned in waiting:
+            request = _from_now(planned, started)
             async with aclosing(_indexed(backend, index, request)) as chunks:
                 async for item in chunks:
                     await queue.put(item)
@@ -153,6 +156,16 @@ async def _merged(
     finally:
         producer.cancel()
         await asyncio.wait((producer,))
+
+
+def _from_now(request: GenerationRequest, since: float) -> GenerationRequest:
+    """``request``, whose time ran while it waited for its turn. Raises DeadlineExceeded when it is over."""
+    if request.timeout_s is None:
+        return request
+    left = request.timeout_s - (time.monotonic() - since)
+    if left <= 0:
+        raise DeadlineExceeded("the request took longer than its timeout")
+    return dataclasses.replace(request, timeout_s=left)
 
 
 @asynccontextmanager

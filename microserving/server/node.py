@@ -19,7 +19,7 @@ from microserving.engine.config import EngineConfig
 from microserving.engine.engine import Engine
 from microserving.engine.handoff import EngineIdentity, HandoffReceiver, HandoffSender
 from microserving.engine.runner import ModelRunner
-from microserving.front import FrontSettings, serve_app
+from microserving.front import ApiKeys, FrontSettings, serve_app
 from microserving.protocol.kv_layout import KVLayout
 from microserving.protocol.microserving import PROTOCOL_VERSION, EngineInfo
 from microserving.server.app import create_app
@@ -58,7 +58,8 @@ class EngineNode:
         )
         self._transport = parts.transport
         self._total_pages = parts.runner.total_pages
-        self._settings = FrontSettings(strict_fields=config.strict_fields)
+        keys = None if config.api_key_file is None else ApiKeys.read(config.api_key_file)
+        self._settings = FrontSettings(strict_fields=config.strict_fields, api_keys=keys)
         self.services = EngineServices(
             engine=engine,
             tokenizer=parts.tokenizer,

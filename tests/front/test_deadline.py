@@ -9,7 +9,7 @@ import pytest
 
 from microserving.front import FrontSettings, create_front
 
-from .fakes import ScriptedBackend, call
+from .fakes import ScriptedBackend, call, pieces
 
 TEXT: dict[str, Any] = {"model": "org/tiny", "prompt": "abc"}
 
@@ -59,3 +59,12 @@ def test_the_salt_reaches_the_backend_as_it_is() -> None:
         assert post(backend, {"cache_salt": salt}).status_code == 200
     assert [request.cache_salt for request in backend.requests] == ["a|b", "a\0b", "", "", "None"]
     assert post(backend, {"cache_salt": "s" * 10_000}).json()["error"]["param"] == "cache_salt"
+
+
+def test_choices_that_wait_for_their_turn_have_the_same_deadline() -> None:
+    """One at a time: the time of those that wait runs, too."""
+    backend = ScriptedBackend(pieces(["a"] * 3))
+    app = create_front(backend, FrontSettings(max_concurrent_choices=1))
+    assert call(app, "POST", "/v1/completions", json=TEXT | {"n": 4, "timeout": 60}).status_code == 200
+    left = [request.timeout_s or 0.0 for request in backend.requests]
+    assert 60 > left[0] > left[1] > left[2] > left[3] > 50

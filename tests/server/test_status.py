@@ -15,7 +15,7 @@ from microserving.transports.fake import FakeNetwork, FakeTransport
 
 from .engines import MODEL, Running, make_node
 
-VERBS = ("prep_recv", "remote_send", "start_generate", "abort", "renew", "match_prefix")
+VERBS = ("prep_recv", "remote_send", "start_generate", "commit", "abort", "renew", "match_prefix")
 
 
 def test_the_wire_models_have_every_figure_of_the_engine() -> None:
