@@ -55,6 +55,7 @@ class EngineConfig(BaseModel):
     lease_ttl_s: float = Field(30.0, gt=0, le=3600)
     transfer_timeout_s: float = Field(30.0, gt=0)
     cluster_secret_file: Path | None = None
+    api_key_file: Path | None = None
     runtime_dir: Path | None = None
     cache_dir: Path | None = None
     strict_fields: bool = False

@@ -3,6 +3,7 @@
 Owns HTTP, JSON, tokenising and streams. Does not know how a generation is computed.
 """
 
+from microserving.front.access import ApiKeys, ClientLimits
 from microserving.front.app import create_front
 from microserving.front.backend import Backend, ServedModel
 from microserving.front.control import control_router
@@ -13,7 +14,9 @@ from microserving.front.serving import bind_listener, run_on_uvloop, serve_app
 from microserving.front.settings import FrontSettings
 
 __all__ = [
+    "ApiKeys",
     "Backend",
+    "ClientLimits",
     "Endpoint",
     "Exchange",
     "FrontSettings",

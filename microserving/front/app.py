@@ -12,12 +12,15 @@ from fastapi import APIRouter, FastAPI
 from fastapi.openapi.utils import get_openapi
 from starlette.requests import Request
 from starlette.responses import Response
-from starlette.types import Lifespan, Receive, Scope, Send
+from starlette.types import Lifespan, Message, Receive, Scope, Send
 
 import microserving
-from microserving.errors import EngineUnavailable
+from microserving.errors import EngineUnavailable, Unauthorized
+from microserving.front.access import OPEN_PATHS, Access
 from microserving.front.backend import Backend
-from microserving.front.control import control_router, plain_response
+from microserving.front.channel import Header
+from microserving.front.control import control_router, error_response, plain_response
+from microserving.front.cors import Cors
 from microserving.front.exchange import Endpoint
 from microserving.front.openai_api import OpenAIFront
 from microserving.front.openapi import HotRoute, add_hot_routes
@@ -48,15 +51,29 @@ class FrontApp(FastAPI):
             **options,
         )
         self._hot_routes = tuple(hot_routes)
-        self._endpoints = {route.path: Endpoint(route.handler, settings, limits) for route in hot_routes}
+        self._access = Access(settings.api_keys, settings.client_limits)
+        self._cors = Cors(settings.cors_origins)
+        self._endpoints = {
+            route.path: Endpoint(route.handler, settings, limits, self._access, self._cors)
+            for route in hot_routes
+        }
         self.endpoints = {path.encode("ascii"): endpoint for path, endpoint in self._endpoints.items()}
         """For a server that can do without ASGI (``http_protocol``)."""
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "http":
+            preflight = self._cors.preflight(scope["method"], scope["headers"])
+            if preflight is not None:
+                await preflight(scope, receive, send)
+                return
             endpoint = self._endpoints.get(scope["path"])
             if endpoint is not None and scope["method"] == "POST":
                 await endpoint(scope, receive, send)
+                return
+            if self._cors:
+                send = _with_headers(send, self._cors.headers(scope["headers"]))
+            if scope["path"] not in OPEN_PATHS and (denied := self._denied(scope)) is not None:
+                await denied(scope, receive, send)
                 return
             if endpoint is not None:
                 refusal = plain_response(405, "method_not_allowed", {"allow": "POST"})
@@ -65,6 +82,15 @@ class FrontApp(FastAPI):
             if scope["method"] == "HEAD":  # FastAPI's routes do not take it; the server sends no body
                 scope = {**scope, "method": "GET"}
         await super().__call__(scope, receive, send)
+
+    def _denied(self, scope: Scope) -> Response | None:
+        """What somebody gets who may not ask."""
+        client = scope.get("client")
+        try:
+            self._access.identify(scope["headers"], client[0] if client else "")
+        except Unauthorized as error:
+            return error_response(error)
+        return None
 
     def openapi(self) -> dict[str, Any]:
         """The document, made once."""
@@ -105,6 +131,15 @@ def create_front(
     if control is not None:
         app.include_router(control)
     return app
+
+
+def _with_headers(send: Send, headers: Sequence[Header]) -> Send:
+    async def sending(message: Message) -> None:
+        if message["type"] == "http.response.start":
+            message = {**message, "headers": [*message.get("headers", ()), *headers]}
+        await send(message)
+
+    return sending
 
 
 def _limits_of(backend: Backend, settings: FrontSettings) -> Callable[[], BodyLimits]:

@@ -29,7 +29,7 @@ class ControlRoute(APIRoute):
                 try:
                     response = await handle(request)
                 except Exception as error:  # noqa: BLE001 - the wall between our bugs and the client
-                    response = _error_response(client_error(error))
+                    response = error_response(client_error(error))
             response.headers["x-request-id"] = (
                 client_id(request.headers.get("x-request-id", "")) or request_id
             )
@@ -54,7 +54,8 @@ def plain_response(
     return _json(plain_error(status, code, message), status, headers)
 
 
-def _error_response(error: MicroservingError) -> Response:
+def error_response(error: MicroservingError) -> Response:
+    """The answer to a request that ended with ``error``."""
     response = _json(error_body(error), http_status(error))
     response.raw_headers.extend(error_headers(error))
     return response

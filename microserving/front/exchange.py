@@ -27,7 +27,9 @@ from microserving.errors import (
     error_body,
     http_status,
 )
+from microserving.front.access import Access, current_client
 from microserving.front.channel import AsgiChannel, Channel, ClientLeftError, Header
+from microserving.front.cors import Cors
 from microserving.front.settings import BodyLimits, FrontSettings
 from microserving.observability import request_id_scope
 from microserving.protocol.body import MAX_VALUES
@@ -107,11 +109,20 @@ Handler = Callable[[Exchange], Awaitable[None]]
 class Endpoint:
     """A handler as an ASGI app for POST: reads the body, watches for the client's leaving, answers errors."""
 
-    def __init__(self, handler: Handler, settings: FrontSettings, limits: Callable[[], BodyLimits]) -> None:
-        """limits: asked once per request."""
+    def __init__(
+        self,
+        handler: Handler,
+        settings: FrontSettings,
+        limits: Callable[[], BodyLimits],
+        access: Access,
+        cors: Cors,
+    ) -> None:
+        """limits: asked once per request. access, cors: the front's."""
         self._handler = handler
         self._settings = settings
         self._limits = limits
+        self._access = access
+        self._cors = cors if cors else None
         self.write_timeout_s = settings.write_timeout_s
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -130,14 +141,30 @@ class Endpoint:
             max_values=limits.max_values,
             client_headers=channel.headers,
         )
+        if self._cors is not None:
+            exchange.headers += self._cors.headers(channel.headers)
         with request_id_scope(request_id):
             try:
-                exchange.body = await self._read_body(channel, exchange, limits.max_bytes)
-                await channel.run(self._handle(exchange))
+                client = self._enter(channel, exchange)
+                try:
+                    exchange.body = await self._read_body(channel, exchange, limits.max_bytes)
+                    await channel.run(self._handle(exchange))
+                finally:
+                    self._access.leave(client)
             except ClientLeftError:
                 _logger.info("the client left before the answer was complete")
             except Exception as error:  # noqa: BLE001 - the wall between our bugs and the client
                 await exchange.fail(client_error(error))
+
+    def _enter(self, channel: Channel, exchange: Exchange) -> str:
+        """Who asks; the admission to the service begins with it."""
+        try:
+            client = self._access.enter(channel.headers, channel.address)
+        except MicroservingError:
+            exchange.headers.append(_CLOSE)
+            raise
+        current_client.set(client)
+        return client
 
     async def _handle(self, exchange: Exchange) -> None:
         await self._handler(exchange)
@@ -196,4 +223,6 @@ def error_headers(error: MicroservingError) -> list[tuple[bytes, bytes]]:
             _DEFAULT_RETRY_AFTER_S if error.retry_after_s is None else max(1, math.ceil(error.retry_after_s))
         )
         headers.append((b"retry-after", b"%d" % seconds))
+    if http_status(error) == HTTPStatus.UNAUTHORIZED:
+        headers.append((b"www-authenticate", b"Bearer"))
     return headers

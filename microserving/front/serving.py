@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import math
 import os
 import signal
 import socket
@@ -57,11 +58,13 @@ async def serve_app(
     *,
     stopping: Callable[[], Awaitable[None]],
     on_started: Callable[[], None] | None = None,
+    drain_s: float = 0.0,
 ) -> None:
     """Serve until SIGINT or SIGTERM (a second one does not wait for anything), then return.
 
-    stopping: called at once after the signal; it makes the running requests end (their streams then end with an error
-    event). Requests that have not ended ``GRACE_S`` later are cancelled. Raises StartupError when the port was taken.
+    stopping: called at once after the signal, when no connection is taken any more; it makes the running requests end
+    (their streams then end with an error event), and may let them finish for drain_s before. Requests that have not ended
+    ``GRACE_S`` after that are cancelled. Raises StartupError when the port was taken.
     """
     host, port = listener.getsockname()[:2]
     try:
@@ -69,7 +72,7 @@ async def serve_app(
     except OSError as error:
         listener.close()
         raise _cannot_listen(host, port, error) from None
-    server = _Server(_configuration(app))
+    server = _Server(_configuration(app, drain_s + GRACE_S))
     with _signalled() as stop:
         serving = asyncio.create_task(server.serve(sockets=[listener]))
         _logger.info("listening on %s port %d", host, port)
@@ -90,7 +93,7 @@ async def serving_beside(app: ASGIApp, listener: socket.socket) -> AsyncIterator
     Its requests get ``GRACE_S`` to end.
     """
     listener.listen(128)
-    server = _Server(_configuration(app))
+    server = _Server(_configuration(app, GRACE_S))
     serving = asyncio.create_task(server.serve(sockets=[listener]))
     try:
         yield
@@ -113,7 +116,7 @@ class _Server(uvicorn.Server):
         yield
 
 
-def _configuration(app: ASGIApp) -> uvicorn.Config:
+def _configuration(app: ASGIApp, grace_s: float) -> uvicorn.Config:
     return uvicorn.Config(
         app,
         http=BoundedHeadProtocol,
@@ -126,7 +129,7 @@ def _configuration(app: ASGIApp) -> uvicorn.Config:
         date_header=False,
         proxy_headers=False,
         timeout_keep_alive=KEEP_ALIVE_S,
-        timeout_graceful_shutdown=GRACE_S,
+        timeout_graceful_shutdown=math.ceil(grace_s),
     )
 
 

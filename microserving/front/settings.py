@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Final
 
+from microserving.front.access import ApiKeys, ClientLimits
 from microserving.protocol.body import MAX_VALUES
 
 MIN_BODY_BYTES: Final = 2**20
@@ -33,7 +34,8 @@ class FrontSettings:
     write_timeout_s: how long a client may leave unread what is buffered for it; then its stream is cut.
 
     strict_fields: unknown body fields are refused (400) instead of ignored. max_concurrent_choices: how many of one
-    request's choices (n, several prompts) run at once; the others wait for their turn.
+    request's choices (n, several prompts) run at once; the others wait for their turn. api_keys: None = everybody may
+    ask. cors_origins: of web pages that may ask; none by default.
     """
 
     max_body_bytes: int | None = None
@@ -41,6 +43,9 @@ class FrontSettings:
     write_timeout_s: float = 60.0
     strict_fields: bool = False
     max_concurrent_choices: int = 8
+    api_keys: ApiKeys | None = None
+    client_limits: ClientLimits = field(default_factory=ClientLimits)
+    cors_origins: tuple[str, ...] = ()
 
     def body_limits(self, max_context: int, text_bytes_per_token: int | None) -> BodyLimits:
         """text_bytes_per_token: as the tokenizer has it. max_context 0: the model is not known yet."""

@@ -93,6 +93,32 @@ STEP_SECONDS: Final = _histogram(
 TTFT_SECONDS: Final = _histogram("engine_ttft_seconds", "From a generation's arrival to its first token")
 ITL_SECONDS: Final = _histogram("engine_itl_seconds", "Between two tokens of a generation")
 
+# --- a router --------------------------------------------------------------------------------------------------------
+
+ROUTER_REQUESTS: Final = _counter("router_requests", "Generations that ended, by how", "outcome")
+ROUTER_REQUESTS_RUNNING: Final = _gauge("router_requests_running", "Generations that run, by state", "state")
+ROUTER_RETRIES: Final = _counter("router_retries", "Attempts made again before the first token")
+ROUTER_RESUMES: Final = _counter("router_resumes", "Streams that went on on another engine")
+ROUTER_HEDGES: Final = _counter("router_hedges", "Attempts made beside another one")
+ROUTER_OUTPUT_TOKENS: Final = _counter(
+    "router_output_tokens", "Tokens sent to clients, whatever became of them"
+)
+ROUTER_WAITING: Final = _gauge("router_requests_waiting", "Requests that wait to be dispatched")
+ROUTER_QUEUED: Final = _counter("router_requests_queued", "Requests that had to wait to be dispatched")
+ROUTER_REFUSED: Final = _counter("router_requests_refused", "Requests that were refused because of the load")
+ROUTER_LOAD_LEVEL: Final = _gauge("router_load_level", "1 for the level that holds", "level")
+ROUTER_PROGRAM_VERSION: Final = _gauge("router_program_version", "Number of the program that is in charge")
+ROUTER_ROLLBACKS: Final = _counter("router_rollbacks", "Programs that were rolled back")
+ROUTER_ENGINE_UP: Final = _gauge("router_engine_up", "1 while the engine is in its pools", "engine", "role")
+ROUTER_ENGINE_REQUESTS: Final = _gauge(
+    "router_engine_requests", "Requests that the router has on the engine", "engine", "role"
+)
+ROUTER_TTFT_SECONDS: Final = _histogram(
+    "router_ttft_seconds", "From a generation's arrival to its first output"
+)
+ROUTER_REQUEST_SECONDS: Final = _histogram("router_request_seconds", "From a generation's arrival to its end")
+
+DURATION_BUCKETS: Final = (0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0, 600.0)
 STEP_BUCKETS: Final = (
     0.001, 0.0025, 0.005, 0.01, 0.015, 0.02, 0.03, 0.05, 0.075, 0.1, 0.15, 0.25, 0.5, 1.0, 2.5, 5.0,
 )  # fmt: skip

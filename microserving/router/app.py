@@ -2,54 +2,35 @@
 
 from __future__ import annotations
 
+import hmac
 from collections.abc import AsyncIterator
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 
 from fastapi import FastAPI
-from pydantic import BaseModel
+from starlette.requests import Request as HttpRequest
+from starlette.responses import Response
 
-from microserving.front import FrontSettings, control_router, create_front
-from microserving.program import EngineLoad, EngineRole, setting_types
+from microserving.errors import Unauthorized
+from microserving.front import ApiKeys, ClientLimits, FrontSettings, control_router, create_front
+from microserving.front.access import read_bearer
+from microserving.observability.metrics import CONTENT_TYPE, Exposition
+from microserving.program import EngineLoad
 from microserving.router.admin import ProgramAdmin, create_admin_app
+from microserving.router.admin_access import read_key
 from microserving.router.admin_engines import EngineAdmin
 from microserving.router.admin_listener import admin_served
+from microserving.router.admission import Admission, AdmissionSettings, AdmittingBackend
 from microserving.router.circuit import CircuitSettings
-from microserving.router.config import RouterConfig, Setting
+from microserving.router.config import RouterConfig
 from microserving.router.deployment import Deployer
 from microserving.router.dispatch import Dispatcher, DispatchSettings
 from microserving.router.engine_client import EngineTimeouts
-from microserving.router.engine_registry import EngineRegistry, Peer, Status
+from microserving.router.engine_registry import EngineRegistry
 from microserving.router.health import HealthMonitor, ProbeSettings
 from microserving.router.program_host import HostSettings, ProgramHost
 from microserving.router.program_loader import load_program
 from microserving.router.retries import RetrySettings
-
-
-class ProgramStats(BaseModel):
-    """version: 1 is the program that the router started with. rollbacks: automatic ones too, since then."""
-
-    name: str
-    settings: dict[str, Setting]
-    version: int
-    rollbacks: int
-
-
-class EngineStats(BaseModel):
-    """No address: the node id, which is unknown until the engine was reached."""
-
-    id: str | None
-    role: EngineRole
-    state: Status
-    in_flight: int
-    load: EngineLoad
-
-
-class RouterStats(BaseModel):
-    """GET `/router/stats`. requests_in_flight: attempts under way."""
-
-    program: ProgramStats
-    requests_in_flight: int
-    engines: list[EngineStats]
+from microserving.router.stats import RouterFigures, RouterStats
 
 
 class Router:
@@ -61,7 +42,10 @@ class Router:
     def __init__(self, config: RouterConfig) -> None:
         program = load_program(config.program, config.program_settings)
         timeouts = EngineTimeouts(
-            config.connect_timeout_s, config.prep_recv_timeout_s, config.stage_timeout_s
+            config.connect_timeout_s,
+            config.prep_recv_timeout_s,
+            config.stage_timeout_s,
+            None if config.engine_api_key_file is None else read_bearer(config.engine_api_key_file),
         )
         probes = ProbeSettings(
             config.probe_interval_s,
@@ -90,11 +74,20 @@ class Router:
             _dispatching(config),
             on_failure=self._registry.suspect,
         )
-        settings = FrontSettings(strict_fields=config.strict_fields)
+        self._admission = Admission(_admission_settings(config), self._decode_loads)
+        self._figures = RouterFigures(self._registry, self._host, self._dispatcher, self._admission)
+        self._dispatcher.ledger.on_ended = self._figures.ended
+        self._exposition = Exposition(self._figures.figures)
+        self._admin_key = None if config.admin_key_file is None else read_key(config.admin_key_file)
         control = control_router()
         control.add_api_route("/router/stats", self.stats, response_model=RouterStats)
+        control.add_api_route("/metrics", self.metrics, response_class=Response)
         self.app: FastAPI = create_front(
-            self._dispatcher, settings, title="microserving router", control=control, lifespan=self._lifespan
+            AdmittingBackend(self._dispatcher, self._admission),
+            _front_settings(config),
+            title="microserving router",
+            control=control,
+            lifespan=self._lifespan,
         )
         self.admin_app: FastAPI = create_admin_app(
             ProgramAdmin(self._host, self._deployer).router(), EngineAdmin(self._registry).router()
@@ -112,8 +105,15 @@ class Router:
         self._monitor.start()
         self._host.start()
 
+    async def wind_down(self) -> None:
+        """Take no more requests; let those that run finish, and end with an error what takes too long for that."""
+        self._admission.close()
+        await self._admission.until_idle(self._config.shutdown_timeout_s)
+        await self.end_requests()
+
     async def end_requests(self) -> None:
         """Take no more requests, and end those that run with an error."""
+        self._admission.close()
         self._dispatcher.refuse_requests()
         await self._monitor.stop()
         for peer in self._registry.peers:
@@ -131,6 +131,9 @@ class Router:
         """Serve the admin routes where the configuration says, for as long as the block runs. Raises StartupError."""
         return admin_served(self.admin_app, self._config)
 
+    def _decode_loads(self) -> list[EngineLoad]:
+        return [engine.load for engine in self._registry.cluster.decode or self._registry.cluster.all]
+
     def _pool_sizes(self) -> tuple[int, int]:
         """How many engines there are to prefill and to decode, up or not."""
         roles = [peer.client.role for peer in self._registry.peers]
@@ -144,21 +147,24 @@ class Router:
         finally:
             await self.stop()
 
-    async def stats(self) -> RouterStats:
-        """The program, and what every engine does."""
-        program = self._host.program
-        settings = {
-            name: _shown(getattr(program.instance, name)) for name in setting_types(type(program.instance))
-        }
-        return RouterStats(
-            program=ProgramStats(
-                name=program.name,
-                settings=settings,
-                version=self._host.current.number,
-                rollbacks=self._host.rollbacks,
-            ),
-            requests_in_flight=self._dispatcher.running,
-            engines=[_engine_stats(peer) for peer in self._registry.peers],
+    async def stats(self, request: HttpRequest) -> RouterStats:
+        """The program, and what every engine does. `?addresses=1` with the admin key: where the engines are, too."""
+        addresses = request.query_params.get("addresses") == "1"
+        if addresses and not self._is_admin(request):
+            raise Unauthorized("addresses are shown to callers with the admin key only")
+        return self._figures.stats(addresses=addresses)
+
+    async def metrics(self) -> Response:
+        """In Prometheus' text format."""
+        return Response(self._exposition.text(), media_type=CONTENT_TYPE)
+
+    def _is_admin(self, request: HttpRequest) -> bool:
+        """With API keys on the front, too, the authorization header is taken: the admin key has one of its own."""
+        given = request.headers.getlist("x-admin-key")
+        return (
+            self._admin_key is not None
+            and len(given) == 1
+            and hmac.compare_digest(given[0].encode("latin-1"), self._admin_key)
         )
 
 
@@ -177,6 +183,26 @@ def _dispatching(config: RouterConfig) -> DispatchSettings:
     )
 
 
+def _admission_settings(config: RouterConfig) -> AdmissionSettings:
+    return AdmissionSettings(
+        max_in_flight=config.max_in_flight,
+        action=config.admission,
+        queue_size=config.queue_size,
+        queue_timeout_s=config.queue_timeout_s,
+    )
+
+
+def _front_settings(config: RouterConfig) -> FrontSettings:
+    return FrontSettings(
+        max_body_bytes=config.max_body_bytes,
+        write_timeout_s=config.write_timeout_s,
+        strict_fields=config.strict_fields,
+        api_keys=None if config.api_key_file is None else ApiKeys.read(config.api_key_file),
+        client_limits=ClientLimits(config.max_concurrent_per_client, config.requests_per_minute),
+        cors_origins=config.cors_origins,
+    )
+
+
 def create_app(config: RouterConfig) -> FastAPI:
     """The router as an ASGI app that starts and stops with its lifespan."""
     return Router(config).app
@@ -189,18 +215,3 @@ def _host_settings(config: RouterConfig) -> HostSettings:
         rollback_window=config.rollback_window,
         rollback_threshold=config.rollback_threshold,
     )
-
-
-def _engine_stats(peer: Peer) -> EngineStats:
-    client = peer.client
-    return EngineStats(
-        id=None if client.info is None else client.info.engine_id,
-        role=client.role,
-        state=peer.status,
-        in_flight=client.in_flight,
-        load=client.load,
-    )
-
-
-def _shown(value: object) -> Setting:
-    return value if isinstance(value, Setting) else repr(value)

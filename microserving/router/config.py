@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 from urllib.parse import urlsplit
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, model_validator
@@ -45,6 +45,9 @@ Peers = Annotated[
 ]
 
 
+Names = Annotated[tuple[str, ...], BeforeValidator(_split)]
+
+
 class RouterConfig(BaseModel):
     """Durations in seconds. An engine that is a peer of both kinds is in both pools.
 
@@ -59,6 +62,12 @@ class RouterConfig(BaseModel):
     engine nor give a chunk. max_attempts: in a row without a new token, for one request; all requests together may be
     tried again retry_budget_burst times at once, and for a share of retry_budget_share of them for good.
     hedge_after_s: a request without output for so long is tried on another engine as well.
+
+    api_key_file: keys of clients, a line each; engine_api_key_file: the key that engines want. max_concurrent_per_client,
+    requests_per_minute: limits of one key (without keys: of one address); none by default. max_in_flight, admission,
+    queue_size, queue_timeout_s: ``admission.AdmissionSettings``. max_body_bytes: by default what the model's longest
+    prompt needs. write_timeout_s: how long a client may not read. shutdown_timeout_s: how long running requests may take
+    to finish when the router is told to stop.
 
     admin_port 0, admin_socket None: no admin routes there. kept_programs, program_drain_timeout_s, rollback_*: of
     ``program_host.HostSettings``. dry_run_timeout_s: for the trial of a program before it is put in charge.
@@ -93,6 +102,18 @@ class RouterConfig(BaseModel):
     retry_budget_burst: int = Field(256, ge=0)
     hedge_after_s: float | None = Field(None, gt=0)
     cluster_secret_file: Path | None = None
+    api_key_file: Path | None = Field(None, strict=False)
+    engine_api_key_file: Path | None = Field(None, strict=False)
+    max_concurrent_per_client: int | None = Field(None, ge=1)
+    requests_per_minute: int | None = Field(None, ge=1)
+    cors_origins: Names = ()
+    max_in_flight: int = Field(4096, ge=1)
+    admission: Literal["queue", "reject"] = "queue"
+    queue_size: int = Field(1024, ge=0)
+    queue_timeout_s: float = Field(30.0, gt=0)
+    max_body_bytes: int | None = Field(None, ge=1)
+    write_timeout_s: float = Field(60.0, gt=0)
+    shutdown_timeout_s: float = Field(30.0, ge=0)
     strict_fields: bool = False
     admin_bind: str = "127.0.0.1"
     admin_port: int = Field(0, ge=0, le=65535)

@@ -41,12 +41,15 @@ class BrokenConnectionError(ConnectionFailedError):
 class Connections:
     """Sends requests to ``url`` (scheme, host, port). Raises ConnectionFailedError leaves."""
 
-    def __init__(self, url: str, *, connect_timeout_s: float) -> None:
+    def __init__(self, url: str, *, connect_timeout_s: float, authorization: bytes | None = None) -> None:
+        """authorization: the header of that name for every request."""
         parts = urlsplit(url)
         self._host = parts.hostname or ""
         self._port = parts.port or (443 if parts.scheme == "https" else 80)
         self._tls = ssl.create_default_context() if parts.scheme == "https" else None
         self._common = b"host: %s\r\naccept-encoding: identity\r\n" % parts.netloc.encode("ascii")
+        if authorization is not None:
+            self._common += b"authorization: %b\r\n" % authorization
         self._connect_timeout_s = connect_timeout_s
         self._idle: list[_Connection] = []
         self._busy: set[_Connection] = set()

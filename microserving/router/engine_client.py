@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import aclosing
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, TypeVar
 
@@ -43,11 +43,13 @@ _TOKENIZER_S = 30.0
 @dataclass(frozen=True, slots=True)
 class EngineTimeouts:
     """Seconds. connect: one connection attempt. prep_recv: its answer; an engine waits less long for free pages.
-    stage: `remote_send`'s answer, and the longest silence within a stream."""
+    stage: `remote_send`'s answer, and the longest silence within a stream. authorization: what every call brings, when
+    engines want an API key."""
 
     connect: float = 5.0
     prep_recv: float = 30.0
     stage: float = 300.0
+    authorization: bytes | None = field(default=None, repr=False)
 
 
 def _ignore(_client: HttpEngineClient, _answered: bool) -> None:
@@ -88,6 +90,7 @@ class HttpEngineClient(EngineClient):
             url,
             connect_timeout_s=timeouts.connect,
             on_unreachable=lambda reason: on_unreachable(self, reason),
+            authorization=timeouts.authorization,
         )
 
     @property

@@ -58,12 +58,19 @@ class EngineHTTP:
     on_unreachable: called with the reason (for operators) when a connection is refused or breaks.
     """
 
-    def __init__(self, url: str, *, connect_timeout_s: float, on_unreachable: Callable[[str], None]) -> None:
+    def __init__(
+        self,
+        url: str,
+        *,
+        connect_timeout_s: float,
+        on_unreachable: Callable[[str], None],
+        authorization: bytes | None = None,
+    ) -> None:
         self.name = "the engine"
         self._silence = "does not answer"
         self._shutting_down = False
         self._given_up = False
-        self._connections = Connections(url, connect_timeout_s=connect_timeout_s)
+        self._connections = Connections(url, connect_timeout_s=connect_timeout_s, authorization=authorization)
         self._on_unreachable = on_unreachable
         self._waits: set[asyncio.Timeout] = set()
 

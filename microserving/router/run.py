@@ -30,7 +30,8 @@ async def _serve(config: RouterConfig, on_ready: Callable[[int], None] | None) -
             await serve_app(
                 router.app,
                 listener,
-                stopping=router.end_requests,
+                stopping=router.wind_down,
+                drain_s=config.shutdown_timeout_s,
                 on_started=None if on_ready is None else lambda: on_ready(port),
             )
     finally:

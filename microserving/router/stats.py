@@ -1,0 +1,153 @@
+"""What a router tells of itself: `/router/stats` and the figures of `/metrics`.
+
+Reads the parts; owns nothing but the histograms of requests that ended.
+"""
+
+from __future__ import annotations
+
+from typing import Final
+
+from pydantic import BaseModel
+
+from microserving.observability import metrics as names
+from microserving.observability.metrics import Figures, Histogram
+from microserving.program import EngineLoad, EngineRole, setting_types
+from microserving.router.admission import LEVELS, Admission, LoadLevel
+from microserving.router.config import Setting
+from microserving.router.dispatch import Dispatcher
+from microserving.router.engine_registry import EngineRegistry, Peer, Status
+from microserving.router.ledger import RequestRecord
+from microserving.router.program_host import ProgramHost
+
+_LEVELS: Final = (*(level for _, level in LEVELS), "critical")
+_STATES: Final = ("waiting_for_prefill", "handoff_to_decode", "decoding")
+
+
+class ProgramStats(BaseModel):
+    """version: 1 is the program that the router started with. rollbacks: automatic ones too, since then."""
+
+    name: str
+    settings: dict[str, Setting]
+    version: int
+    rollbacks: int
+
+
+class EngineStats(BaseModel):
+    """id: the node id, unknown until the engine was reached. address: only when it was asked for."""
+
+    id: str | None
+    role: EngineRole
+    state: Status
+    in_flight: int
+    load: EngineLoad
+    address: str | None = None
+
+
+class AdmissionStats(BaseModel):
+    """load: share of the capacity in use. queued, refused: since the router started."""
+
+    level: LoadLevel
+    load: float
+    in_flight: int
+    waiting: int
+    queued: int
+    refused: int
+
+
+class RouterStats(BaseModel):
+    """GET `/router/stats`. requests_in_flight: attempts under way. states: of the requests that run."""
+
+    program: ProgramStats
+    requests_in_flight: int
+    admission: AdmissionStats
+    states: dict[str, int]
+    engines: list[EngineStats]
+
+
+class RouterFigures:
+    """Whoever asks gets what holds now."""
+
+    def __init__(
+        self, registry: EngineRegistry, host: ProgramHost, dispatcher: Dispatcher, admission: Admission
+    ) -> None:
+        self._registry = registry
+        self._host = host
+        self._dispatcher = dispatcher
+        self._admission = admission
+        self._ttft = Histogram(names.TTFT_BUCKETS)
+        self._duration = Histogram(names.DURATION_BUCKETS)
+
+    def ended(self, record: RequestRecord) -> None:
+        """A request ended: ``Ledger.on_ended``."""
+        if record.ttft_s is not None:
+            self._ttft.observe(record.ttft_s)
+        if record.duration_s is not None:
+            self._duration.observe(record.duration_s)
+
+    def stats(self, *, addresses: bool) -> RouterStats:
+        program = self._host.program
+        settings = {
+            name: _shown(getattr(program.instance, name)) for name in setting_types(type(program.instance))
+        }
+        admission = self._admission
+        return RouterStats(
+            program=ProgramStats(
+                name=program.name,
+                settings=settings,
+                version=self._host.current.number,
+                rollbacks=self._host.rollbacks,
+            ),
+            requests_in_flight=self._dispatcher.running,
+            admission=AdmissionStats(
+                level=admission.level,
+                load=admission.load,
+                in_flight=admission.admitted,
+                waiting=admission.waiting,
+                queued=admission.queued,
+                refused=admission.refused,
+            ),
+            states={str(state): number for state, number in self._dispatcher.ledger.states.items()},
+            engines=[_engine_stats(peer, addresses) for peer in self._registry.peers],
+        )
+
+    def figures(self) -> Figures:
+        """For ``Exposition``."""
+        figures, ledger, admission = Figures(), self._dispatcher.ledger, self._admission
+        totals, states = ledger.totals, ledger.states
+        figures.put(names.ROUTER_TTFT_SECONDS, self._ttft.copy())
+        figures.put(names.ROUTER_REQUEST_SECONDS, self._duration.copy())
+        figures.put_all(names.ROUTER_REQUESTS, totals.outcomes)
+        figures.put_all(names.ROUTER_REQUESTS_RUNNING, {state: states[state] for state in _STATES})
+        figures.put(names.ROUTER_RETRIES, totals.retries)
+        figures.put(names.ROUTER_RESUMES, totals.resumes)
+        figures.put(names.ROUTER_HEDGES, totals.hedges)
+        figures.put(names.ROUTER_OUTPUT_TOKENS, totals.output_tokens)
+        figures.put(names.ROUTER_QUEUED, admission.queued)
+        figures.put(names.ROUTER_REFUSED, admission.refused)
+        figures.put(names.ROUTER_WAITING, admission.waiting)
+        figures.put_all(
+            names.ROUTER_LOAD_LEVEL, {level: float(level == admission.level) for level in _LEVELS}
+        )
+        figures.put(names.ROUTER_PROGRAM_VERSION, self._host.current.number)
+        figures.put(names.ROUTER_ROLLBACKS, self._host.rollbacks)
+        for peer in self._registry.peers:
+            engine = peer.client.info.engine_id if peer.client.info is not None else "unknown"
+            figures.put(names.ROUTER_ENGINE_UP, peer.status == "up", engine, peer.client.role)
+            figures.put(names.ROUTER_ENGINE_REQUESTS, peer.client.in_flight, engine, peer.client.role)
+        return figures
+
+
+def _engine_stats(peer: Peer, address: bool) -> EngineStats:
+    client = peer.client
+    return EngineStats(
+        id=None if client.info is None else client.info.engine_id,
+        role=client.role,
+        state=peer.status,
+        in_flight=client.in_flight,
+        load=client.load,
+        address=client.url if address else None,
+    )
+
+
+def _shown(value: object) -> Setting:
+    return value if isinstance(value, Setting) else repr(value)
