@@ -24,6 +24,8 @@ from microserving.router.program_loader import ProgramSource
 
 _START_S = 30.0
 """How long the helper may take to start, on top of a trial's own time."""
+IDLE_S = 60.0
+"""A helper that was not asked for so long is ended; the next trial starts another one."""
 _COMMAND = ("-P", "-m", "microserving.router.dry_run_helper")
 
 
@@ -32,11 +34,13 @@ class DryRunHelper:
 
     def __init__(self) -> None:
         self._process: asyncio.subprocess.Process | None = None
+        self._idle: asyncio.Task[None] | None = None
         self._lock = asyncio.Lock()
 
     async def dry_run(self, job: DryRun) -> ProgramFacts:
         """As ``dry_run.dry_run``, without blocking. Cancelled: the helper is ended, and with it the trial."""
         async with self._lock:
+            await self._stop_waiting()
             try:
                 async with asyncio.timeout(job.timeout_s + _START_S):
                     answer = await self._ask(_to_json(job))
@@ -45,6 +49,7 @@ class DryRunHelper:
                 if isinstance(error, (TimeoutError, OSError, EOFError)):
                     raise job.source.fault(1, "the program ended the process that tried it") from error
                 raise
+            self._idle = asyncio.create_task(self._end_when_idle(), name="dry-run-idle")
         if "error" in answer:
             raise ProgramError(answer["error"], param=answer["param"])
         return ProgramFacts(**answer["facts"])
@@ -52,7 +57,19 @@ class DryRunHelper:
     async def close(self) -> None:
         """Idempotent."""
         async with self._lock:
+            await self._stop_waiting()
             await self._end()
+
+    async def _end_when_idle(self) -> None:
+        await asyncio.sleep(IDLE_S)
+        await self._end()
+
+    async def _stop_waiting(self) -> None:
+        """Call with the lock; when the helper is just being ended, that is waited for."""
+        if self._idle is not None:
+            self._idle.cancel()
+            await asyncio.wait([self._idle])
+            self._idle = None
 
     async def _ask(self, job: dict[str, Any]) -> dict[str, Any]:
         process = await self._running()

@@ -203,6 +203,22 @@ def test_cancelling_leaves_no_process(tmp_path: Path) -> None:
     asyncio.run(run())
 
 
+def test_a_helper_that_has_nothing_to_do_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("microserving.router.dry_run_helper.IDLE_S", 0.01)
+
+    async def run() -> None:
+        helper = DryRunHelper()
+        assert await helper.dry_run(job(GOOD)) == ProgramFacts("Mine")
+        process = helper._process
+        assert process is not None
+        await process.wait()
+        assert await helper.dry_run(job(GOOD)) == ProgramFacts("Mine")
+        await helper.close()
+        assert len(asyncio.all_tasks()) == 1
+
+    asyncio.run(run())
+
+
 async def until(condition: Callable[[], bool]) -> None:
     async with asyncio.timeout(20):
         while not condition():  # noqa: ASYNC110 - another process has no event for it
