@@ -289,19 +289,19 @@ def prefill_kernel(shape: AttentionShape, isa: Isa) -> tirx.PrimFunc:
                 with T.sblock("thread"):  # makes the scratch private to the thread
                     T.reads()
                     T.writes()
-                    scaled_q = T.sblock_alloc_buffer((ROWS, D), "float32", scope="local")
+                    scaled_q = T.sblock_alloc_buffer((ROWS, D), "float32", scope="global")
                     # softmax states: of the span, and of the spans before it
-                    state = T.sblock_alloc_buffer((ROWS, WIDTH), "float32", scope="local")
-                    before = T.sblock_alloc_buffer((ROWS, WIDTH), "float32", scope="local")
-                    s = T.sblock_alloc_buffer((ROWS, KEY_BLOCK), "float32", scope="local")
-                    acc = T.sblock_alloc_buffer((isa.accumulators, LANES), "float32", scope="local")
-                    factors = T.sblock_alloc_buffer((2, LANES), "float32", scope="local")
-                    factor = T.sblock_alloc_buffer((LANES,), "float32", scope="local")
+                    state = T.sblock_alloc_buffer((ROWS, WIDTH), "float32", scope="global")
+                    before = T.sblock_alloc_buffer((ROWS, WIDTH), "float32", scope="global")
+                    s = T.sblock_alloc_buffer((ROWS, KEY_BLOCK), "float32", scope="global")
+                    acc = T.sblock_alloc_buffer((isa.accumulators, LANES), "float32", scope="global")
+                    factors = T.sblock_alloc_buffer((2, LANES), "float32", scope="global")
+                    factor = T.sblock_alloc_buffer((LANES,), "float32", scope="global")
                     keys = T.sblock_alloc_buffer(
-                        (block.score_panels, D, SV * LANES), "float32", scope="local"
+                        (block.score_panels, D, SV * LANES), "float32", scope="global"
                     )
                     vals = T.sblock_alloc_buffer(
-                        (block.value_panels, KEY_BLOCK, VV * LANES), "float32", scope="local"
+                        (block.value_panels, KEY_BLOCK, VV * LANES), "float32", scope="global"
                     )
                     for r in T.serial(ROWS):  # rows that pad the last register block stay finite
                         for c in T.unroll(DIMS):
@@ -413,11 +413,11 @@ def decode_kernel(shape: AttentionShape, isa: Isa) -> tirx.PrimFunc:
                 with T.sblock("thread"):
                     T.reads()
                     T.writes()
-                    scaled_q = T.sblock_alloc_buffer((ROWS, D), "float32", scope="local")
-                    state = T.sblock_alloc_buffer((ROWS, WIDTH), "float32", scope="local")
-                    s = T.sblock_alloc_buffer((ROWS, KEY_BLOCK), "float32", scope="local")
-                    acc = T.sblock_alloc_buffer((isa.accumulators, LANES), "float32", scope="local")
-                    factor = T.sblock_alloc_buffer((LANES,), "float32", scope="local")
+                    scaled_q = T.sblock_alloc_buffer((ROWS, D), "float32", scope="global")
+                    state = T.sblock_alloc_buffer((ROWS, WIDTH), "float32", scope="global")
+                    s = T.sblock_alloc_buffer((ROWS, KEY_BLOCK), "float32", scope="global")
+                    acc = T.sblock_alloc_buffer((isa.accumulators, LANES), "float32", scope="global")
+                    factor = T.sblock_alloc_buffer((LANES,), "float32", scope="global")
                     for r in T.serial(ROWS):
                         for c in T.unroll(DIMS):
                             scaled_q[r, _lanes(c)] = splat(0.0)
@@ -457,8 +457,8 @@ def decode_kernel(shape: AttentionShape, isa: Isa) -> tirx.PrimFunc:
                 with T.sblock("merge"):
                     T.reads()
                     T.writes()
-                    state = T.sblock_alloc_buffer((1, WIDTH), "float32", scope="local")
-                    factors = T.sblock_alloc_buffer((2, LANES), "float32", scope="local")
+                    state = T.sblock_alloc_buffer((1, WIDTH), "float32", scope="global")
+                    factors = T.sblock_alloc_buffer((2, LANES), "float32", scope="global")
                     for g in T.serial(G):
                         _clear(state, 1, DIMS)
                         for x in T.serial(merges[m, 3]):

@@ -8,6 +8,9 @@ multiply that feeds an add: LLVM may or may not contract it, depending on the co
 
 The helpers run while TVMScript is parsed and return TIR expressions. An expression used twice is copied as a tree, hence
 ``bind``.
+
+Scratch has the scope "global": below 1 KiB TVM puts it on the stack, where LLVM turns it into registers. With "local" every
+buffer is memory from TVM's allocator (decode of one row: a quarter slower).
 """
 
 from __future__ import annotations

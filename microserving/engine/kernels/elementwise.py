@@ -149,7 +149,7 @@ def rms_norm_kernel(size: int, eps: float) -> tirx.PrimFunc:
             with T.sblock("serial"):
                 T.reads()
                 T.writes()
-                lanes = T.sblock_alloc_buffer((LANES,), "float32", scope="local")
+                lanes = T.sblock_alloc_buffer((LANES,), "float32", scope="global")
                 for i in T.serial(n):
                     normalise(x, i, weight, out, i, lanes)
         else:
@@ -157,7 +157,7 @@ def rms_norm_kernel(size: int, eps: float) -> tirx.PrimFunc:
                 with T.sblock("parallel"):
                     T.reads()
                     T.writes()
-                    lanes2 = T.sblock_alloc_buffer((LANES,), "float32", scope="local")
+                    lanes2 = T.sblock_alloc_buffer((LANES,), "float32", scope="global")
                     normalise(x, i, weight, out, i, lanes2)
 
     return rms_norm
@@ -190,7 +190,7 @@ def add_rms_norm_kernel(size: int, eps: float) -> tirx.PrimFunc:
             with T.sblock("serial"):
                 T.reads()
                 T.writes()
-                lanes = T.sblock_alloc_buffer((LANES,), "float32", scope="local")
+                lanes = T.sblock_alloc_buffer((LANES,), "float32", scope="global")
                 for i in T.serial(n):
                     row(x, delta, weight, out, i, lanes)
         else:
@@ -198,7 +198,7 @@ def add_rms_norm_kernel(size: int, eps: float) -> tirx.PrimFunc:
                 with T.sblock("parallel"):
                     T.reads()
                     T.writes()
-                    lanes2 = T.sblock_alloc_buffer((LANES,), "float32", scope="local")
+                    lanes2 = T.sblock_alloc_buffer((LANES,), "float32", scope="global")
                     row(x, delta, weight, out, i, lanes2)
 
     return add_rms_norm
@@ -231,7 +231,7 @@ def last_norm_kernel(size: int, eps: float) -> tirx.PrimFunc:
         with T.sblock("rows"):
             T.reads()
             T.writes()
-            lanes = T.sblock_alloc_buffer((LANES,), "float32", scope="local")
+            lanes = T.sblock_alloc_buffer((LANES,), "float32", scope="global")
             for o in T.serial(r):
                 for c in T.serial(size // LANES):
                     x[rows[o], T.ramp(c * LANES, 1, LANES)] = (

@@ -239,10 +239,10 @@ def matmul_kernel(shape: MatmulShape, isa: Isa) -> tirx.PrimFunc:
                 with T.sblock("row"):
                     T.reads()
                     T.writes()
-                    acc = T.sblock_alloc_buffer((tile_batch, LANES), "float32", scope="local")
-                    affines = T.sblock_alloc_buffer((tile_batch, 2, LANES), "float32", scope="local")
-                    spill = T.sblock_alloc_buffer((tile_batch, LANES), "float32", scope="local")
-                    words = T.sblock_alloc_buffer((tile_batch, LANES), "int32", scope="local")
+                    acc = T.sblock_alloc_buffer((tile_batch, LANES), "float32", scope="global")
+                    affines = T.sblock_alloc_buffer((tile_batch, 2, LANES), "float32", scope="global")
+                    spill = T.sblock_alloc_buffer((tile_batch, LANES), "float32", scope="global")
+                    words = T.sblock_alloc_buffer((tile_batch, LANES), "int32", scope="global")
                     begin: T.let[T.int32] = chunk * batches // chunks * tile_batch
                     count: T.let[T.int32] = (
                         T.min((chunk + 1) * batches // chunks * tile_batch, n_tiles) - begin
@@ -256,11 +256,11 @@ def matmul_kernel(shape: MatmulShape, isa: Isa) -> tirx.PrimFunc:
                 with T.sblock("rows"):
                     T.reads()
                     T.writes()
-                    scratch = T.sblock_alloc_buffer((block_columns, LANES), "float32", scope="local")
-                    sums = T.sblock_alloc_buffer((_ROW_BLOCK, LANES), "float32", scope="local")
-                    acc2 = T.sblock_alloc_buffer((sizes[0], LANES), "float32", scope="local")
-                    affines2 = T.sblock_alloc_buffer((1, 2, LANES), "float32", scope="local")
-                    words2 = T.sblock_alloc_buffer((1, LANES), "int32", scope="local")
+                    scratch = T.sblock_alloc_buffer((block_columns, LANES), "float32", scope="global")
+                    sums = T.sblock_alloc_buffer((_ROW_BLOCK, LANES), "float32", scope="global")
+                    acc2 = T.sblock_alloc_buffer((sizes[0], LANES), "float32", scope="global")
+                    affines2 = T.sblock_alloc_buffer((1, 2, LANES), "float32", scope="global")
+                    words2 = T.sblock_alloc_buffer((1, LANES), "int32", scope="global")
                     chunk2: T.let[T.int32] = T.cast(piece % chunks, "int32")
                     row0: T.let[T.int64] = piece // chunks * _ROW_BLOCK
                     n_rows: T.let[T.int64] = T.min(T.int64(_ROW_BLOCK), m - row0)

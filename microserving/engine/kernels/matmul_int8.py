@@ -7,11 +7,11 @@ know files, layers or models. The scheme is llama.cpp's (Q4_x and Q8_0 weights t
 Order of a row: y = products + biases, two chains over ascending groups g from 0:
   products = fma(scale_w[n, g] * scale_x[m, g], float(sum of code_w * code_x), products)
   biases = fma(bias_w[n, g], scale_x[m, g] * float(sum of code_x), biases)
-Integer sums are exact, so their order is free: every ISA has its own (``_Dot``), and all give the same bits.
+Integer sums are exact, so their order is free: every ISA has its own (``Dot``), and all give the same bits.
 
 A quad is 4 columns of 16 weight rows: 64 bytes, row r in 32-bit lane r. ``column_order`` says which columns: nibbles of a word
 that lie in the same half of their bytes make a quad of q4, so that a mask unpacks it. A single row reads the packed tiles;
-several rows share a tile that is unpacked once.
+several rows share a group of a tile that is unpacked once.
 """
 
 from __future__ import annotations
@@ -36,7 +36,6 @@ from microserving.engine.kernels.matmul import (
 
 QUADS = GROUP // 4
 _QUAD_BYTES = 4 * LANES
-_BLOCK_GROUPS = 16  # groups unpacked at once: 10 KiB of scratch (q8: 18), which stays in the L1 cache
 _FINISH_ROWS = 4  # rows that get their biases at once, to hide the latency of an FMA
 _ROW_BLOCK = 96  # rows of x that pass over one unpacked tile
 _LINE = 64  # bytes of a cache line
@@ -50,7 +49,7 @@ def column_order(kind: TileKind) -> list[int]:
     return list(range(GROUP))
 
 
-class _Dot(ABC):
+class Dot(ABC):
     """Sums of products of unsigned codes and signed 8-bit activations. ``parts`` accumulators hold one row of a tile."""
 
     parts: int
@@ -78,7 +77,7 @@ class _Dot(ABC):
         return _QUAD_BYTES // self.parts
 
 
-class _Vnni(_Dot):
+class Vnni(Dot):
     """AVX-512 VNNI: u8 x s8 products added to int32 lanes four at a time."""
 
     parts, dtype, lanes, rows = 1, "int32", 16, (12, 8, 4, 2, 1)
@@ -92,7 +91,7 @@ class _Vnni(_Dot):
         return accs[0] if factor == 1 else accs[0] * tirx.Broadcast(tirx.IntImm("int32", factor), LANES)
 
 
-class _Madd(_Dot):
+class Madd(Dot):
     """pmaddubsw: pairs of u8 x s8 added in int16. Codes of 4 bits cannot saturate it: 8 quads * 2 * 15 * 127 < 2**15."""
 
     dtype = "int16"
@@ -114,8 +113,8 @@ class _Madd(_Dot):
         return sums[0] if len(sums) == 1 else tirx.Shuffle(sums, list(range(LANES)))
 
 
-class _Plain(_Dot):
-    """Plain vector code: even and odd bytes are multiplied as int16, with the bound of ``_Madd``."""
+class Plain(Dot):
+    """Plain vector code: even and odd bytes are multiplied as int16, with the bound of ``Madd``."""
 
     parts, dtype, lanes, rows = 1, "int16", 32, (2, 1)
     planes: ClassVar[Mapping[str, int]] = {"q4": 1, "q8": 2}
@@ -138,14 +137,15 @@ class _Plain(_Dot):
         return whole if factor == 1 else whole * tirx.Broadcast(tirx.IntImm("int32", factor), LANES)
 
 
-def _dot_of(isa: Isa) -> _Dot:
+def dot_of(isa: Isa) -> Dot:
+    """The integer products of ``isa``. Tests put one in its place that this machine can run."""
     if isa.name == "avx512" and "avx512vnni" in isa.features:
-        return _Vnni()
+        return Vnni()
     if isa.name == "avx512":
-        return _Madd(1, (12, 8, 4, 2, 1), "llvm.x86.avx512.pmaddubs.w.512", "llvm.x86.avx512.pmaddw.d.512")
+        return Madd(1, (12, 8, 4, 2, 1), "llvm.x86.avx512.pmaddubs.w.512", "llvm.x86.avx512.pmaddw.d.512")
     if isa.name == "avx2":
-        return _Madd(2, (6, 2, 1), "llvm.x86.avx2.pmadd.ub.sw", "llvm.x86.avx2.pmadd.wd")
-    return _Plain()
+        return Madd(2, (6, 2, 1), "llvm.x86.avx2.pmadd.ub.sw", "llvm.x86.avx2.pmadd.wd")
+    return Plain()
 
 
 def _half(tiles: Any, tile: Expr, group: Expr, start: int) -> Expr:
@@ -179,7 +179,7 @@ def _add(acc: Expr, sums: Expr, scale: Expr, scales: Any, row: Expr, g: Expr) ->
 class _Codec:
     """How the words of an entry become quads. per_word: quads that a word is unpacked to."""
 
-    def __init__(self, kind: TileKind, dot: _Dot) -> None:
+    def __init__(self, kind: TileKind, dot: Dot) -> None:
         self._q4, self._planes, self._width = kind == "q4", dot.planes[kind], dot.bytes
         self.per_word = 2 if self._planes == 2 or self._q4 else 1
 
@@ -210,15 +210,13 @@ def matmul_int8_kernel(shape: MatmulShape, isa: Isa) -> tirx.PrimFunc:
     kind, rows, columns = shape.kind, shape.rows, shape.columns
     if kind not in CODE_BITS or columns % GROUP:
         raise ValueError(f"no int8 product with {columns} columns of kind {kind}")
-    dot = _dot_of(isa)
+    dot = dot_of(isa)
     planes, parts, width = dot.planes[kind], dot.parts, dot.bytes
     n_tiles, n_groups, entry = shape.tiles
     n_words = CODE_BITS[kind]  # of 64 bytes in an entry
     codec = _Codec(kind, dot)
     per_word, unpacked, quad, plane = codec.per_word, codec.unpacked, codec.quad, codec.plane
     chunks = chunks_of(n_tiles)
-    block_groups = min(_BLOCK_GROUPS, n_groups)
-    n_blocks = -(-n_groups // block_groups)
     last_rows = rows % LANES
 
     def ints() -> Expr:
@@ -265,16 +263,15 @@ def matmul_int8_kernel(shape: MatmulShape, isa: Isa) -> tirx.PrimFunc:
             )
 
     @T.inline
-    def unpack(tiles, tile, first, count, quads, factors, biases):  # type: ignore[no-untyped-def]
-        for g in T.serial(count):
-            factors[g, T.ramp(0, 1, LANES)] = _half(tiles, tile, first + g, 0)
-            biases[first + g, T.ramp(0, 1, LANES)] = _half(tiles, tile, first + g, HEADER_BYTES // 2)
-            for b in T.unroll(n_words):
-                for j in T.unroll(per_word):
-                    for p in T.unroll(parts):
-                        quads[g, plane(j) * QUADS + quad(b, j), T.ramp(p * width, 1, width)] = unpacked(
-                            tiles, tile, first + g, b, j, p
-                        )
+    def unpack(tiles, tile, g, quads, factors, biases):  # type: ignore[no-untyped-def]
+        factors[0, T.ramp(0, 1, LANES)] = _half(tiles, tile, g, 0)
+        biases[g, T.ramp(0, 1, LANES)] = _half(tiles, tile, g, HEADER_BYTES // 2)
+        for b in T.unroll(n_words):
+            for j in T.unroll(per_word):
+                for p in T.unroll(parts):
+                    quads[plane(j) * QUADS + quad(b, j), T.ramp(p * width, 1, width)] = unpacked(
+                        tiles, tile, g, b, j, p
+                    )
 
     @T.inline
     def finish(scales, biases, sums, part, y, tile, row0, count):  # type: ignore[no-untyped-def]
@@ -297,14 +294,14 @@ def matmul_int8_kernel(shape: MatmulShape, isa: Isa) -> tirx.PrimFunc:
                 store(y, row0 + at, tile, sums, _ROW_BLOCK)
 
     def row_blocks(size: int, rest: Any) -> Any:
-        """Blocks of ``size`` rows against the unpacked groups, then ``rest`` (if any) for what remains."""
+        """Blocks of ``size`` rows against an unpacked group, then ``rest`` (if any) for what remains."""
         more = rest is not None
 
         def total(acc: Any, r: Expr, i: int) -> Expr:
             return dot.total([acc[r * parts + p, ints()] for p in range(parts)], 16**i)
 
         @T.inline
-        def accumulate(codes, quads, acc, row, group, g, i):  # type: ignore[no-untyped-def]
+        def accumulate(codes, quads, acc, row, group, i):  # type: ignore[no-untyped-def]
             for a in T.unroll(size * parts):
                 acc[a, T.ramp(0, 1, dot.lanes)] = dot.zero
             for q in T.serial(QUADS):
@@ -312,38 +309,32 @@ def matmul_int8_kernel(shape: MatmulShape, isa: Isa) -> tirx.PrimFunc:
                     for p in T.unroll(parts):
                         acc[r * parts + p, T.ramp(0, 1, dot.lanes)] = dot.step(
                             acc[r * parts + p, T.ramp(0, 1, dot.lanes)],
-                            quads[g, i * QUADS + q, T.ramp(p * width, 1, width)],
+                            quads[i * QUADS + q, T.ramp(p * width, 1, width)],
                             codes[row + r, group, q],
                         )
 
         @T.inline
-        def run(codes, scales, tiles, tile, quads, factors, sums, acc, low, row0, first, count, group0, n):  # type: ignore[no-untyped-def]
+        def run(codes, scales, quads, factors, sums, acc, low, row0, first, count, group):  # type: ignore[no-untyped-def]
             for b in T.serial(count // size):
                 row: T.let[T.int64] = row0 + (first + b * size)
-                for g in T.serial(n):
-                    if first + b * size == T.int64(0):
-                        for line in T.unroll(entry // _LINE):
-                            T.evaluate(_prefetched(tiles, tile + 1, group0 + g, line))
-                    accumulate(codes, quads, acc, row, group0 + g, g, 0)
-                    if planes == 2:
-                        for r in T.unroll(size):
-                            low[r, T.ramp(0, 1, LANES)] = total(acc, r, 0)
-                        accumulate(codes, quads, acc, row, group0 + g, g, 1)
+                accumulate(codes, quads, acc, row, group, 0)
+                if planes == 2:
                     for r in T.unroll(size):
-                        sums[first + b * size + r, T.ramp(0, 1, LANES)] = _add(
-                            sums[first + b * size + r, T.ramp(0, 1, LANES)],
-                            total(acc, r, 0) if planes == 1 else low[r, _lane()] + total(acc, r, 1),
-                            factors[g, T.ramp(0, 1, LANES)],
-                            scales,
-                            row + r,
-                            group0 + g,
-                        )
+                        low[r, T.ramp(0, 1, LANES)] = total(acc, r, 0)
+                    accumulate(codes, quads, acc, row, group, 1)
+                for r in T.unroll(size):
+                    sums[first + b * size + r, T.ramp(0, 1, LANES)] = _add(
+                        sums[first + b * size + r, T.ramp(0, 1, LANES)],
+                        total(acc, r, 0) if planes == 1 else low[r, _lane()] + total(acc, r, 1),
+                        factors[0, T.ramp(0, 1, LANES)],
+                        scales,
+                        row + r,
+                        group,
+                    )
             if more:
                 rest(
                     codes,
                     scales,
-                    tiles,
-                    tile,
                     quads,
                     factors,
                     sums,
@@ -352,8 +343,7 @@ def matmul_int8_kernel(shape: MatmulShape, isa: Isa) -> tirx.PrimFunc:
                     row0,
                     first + count // size * size,
                     count - count // size * size,
-                    group0,
-                    n,
+                    group,
                 )
 
         return run
@@ -376,9 +366,9 @@ def matmul_int8_kernel(shape: MatmulShape, isa: Isa) -> tirx.PrimFunc:
                 with T.sblock("row"):
                     T.reads()
                     T.writes()
-                    acc = T.sblock_alloc_buffer((planes * parts, dot.lanes), dot.dtype, scope="local")
-                    total = T.sblock_alloc_buffer((2, LANES), "float32", scope="local")
-                    spill = T.sblock_alloc_buffer((1, LANES), "float32", scope="local")
+                    acc = T.sblock_alloc_buffer((planes * parts, dot.lanes), dot.dtype, scope="global")
+                    total = T.sblock_alloc_buffer((2, LANES), "float32", scope="global")
+                    spill = T.sblock_alloc_buffer((1, LANES), "float32", scope="global")
                     for tile in T.serial(chunk * n_tiles // chunks, (chunk + 1) * n_tiles // chunks):
                         single_row(codes, scales, tiles, tile, acc, total)
                         # store() may index its source by a variable, which would keep total out of a register
@@ -391,29 +381,26 @@ def matmul_int8_kernel(shape: MatmulShape, isa: Isa) -> tirx.PrimFunc:
                 with T.sblock("rows"):
                     T.reads()
                     T.writes()
-                    quads = T.sblock_alloc_buffer(
-                        (block_groups, planes * QUADS, _QUAD_BYTES), "uint8", scope="local"
-                    )
-                    factors = T.sblock_alloc_buffer((block_groups, LANES), "float32", scope="local")
-                    biases = T.sblock_alloc_buffer((n_groups, LANES), "float32", scope="local")
-                    sums = T.sblock_alloc_buffer((_ROW_BLOCK + 1, LANES), "float32", scope="local")
-                    part = T.sblock_alloc_buffer((_FINISH_ROWS, LANES), "float32", scope="local")
-                    acc2 = T.sblock_alloc_buffer((most * parts, dot.lanes), dot.dtype, scope="local")
-                    low = T.sblock_alloc_buffer((most, LANES), "int32", scope="local")
+                    quads = T.sblock_alloc_buffer((planes * QUADS, _QUAD_BYTES), "uint8", scope="global")
+                    factors = T.sblock_alloc_buffer((1, LANES), "float32", scope="global")
+                    biases = T.sblock_alloc_buffer((n_groups, LANES), "float32", scope="global")
+                    sums = T.sblock_alloc_buffer((_ROW_BLOCK + 1, LANES), "float32", scope="global")
+                    part = T.sblock_alloc_buffer((_FINISH_ROWS, LANES), "float32", scope="global")
+                    acc2 = T.sblock_alloc_buffer((most * parts, dot.lanes), dot.dtype, scope="global")
+                    low = T.sblock_alloc_buffer((most, LANES), "int32", scope="global")
                     chunk2: T.let[T.int32] = T.cast(piece % chunks, "int32")
                     row0: T.let[T.int64] = piece // chunks * _ROW_BLOCK
                     n_rows: T.let[T.int64] = T.min(T.int64(_ROW_BLOCK), m - row0)
                     for tile in T.serial(chunk2 * n_tiles // chunks, (chunk2 + 1) * n_tiles // chunks):
                         for r in T.serial(n_rows):
                             sums[r, T.ramp(0, 1, LANES)] = splat(0.0)
-                        for b in T.serial(n_blocks):
-                            count: T.let[T.int32] = T.min(block_groups, n_groups - b * block_groups)
-                            unpack(tiles, tile, b * block_groups, count, quads, factors, biases)
+                        for g in T.serial(n_groups):
+                            for line in T.unroll(entry // _LINE):
+                                T.evaluate(_prefetched(tiles, tile + 1, g, line))
+                            unpack(tiles, tile, g, quads, factors, biases)
                             all_rows(
                                 codes,
                                 scales,
-                                tiles,
-                                tile,
                                 quads,
                                 factors,
                                 sums,
@@ -422,8 +409,7 @@ def matmul_int8_kernel(shape: MatmulShape, isa: Isa) -> tirx.PrimFunc:
                                 row0,
                                 T.int64(0),
                                 n_rows,
-                                b * block_groups,
-                                count,
+                                g,
                             )
                         finish(scales, biases, sums, part, y, tile, row0, n_rows)
 

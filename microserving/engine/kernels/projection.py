@@ -96,7 +96,7 @@ def head_norm_kernel(heads: int, kv_heads: int, head_dim: int, eps: float) -> ti
             with T.sblock("serial"):
                 T.reads()
                 T.writes()
-                lanes = T.sblock_alloc_buffer((LANES,), "float32", scope="local")
+                lanes = T.sblock_alloc_buffer((LANES,), "float32", scope="global")
                 for i in T.serial(n):
                     row(x, q_weight, k_weight, i, lanes)
         else:
@@ -104,7 +104,7 @@ def head_norm_kernel(heads: int, kv_heads: int, head_dim: int, eps: float) -> ti
                 with T.sblock("parallel"):
                     T.reads()
                     T.writes()
-                    lanes2 = T.sblock_alloc_buffer((LANES,), "float32", scope="local")
+                    lanes2 = T.sblock_alloc_buffer((LANES,), "float32", scope="global")
                     row(x, q_weight, k_weight, i, lanes2)
 
     return head_norm

@@ -95,7 +95,7 @@ def quantise_kernel(size: int, kind: TileKind) -> tirx.PrimFunc:
             with T.sblock("serial"):
                 T.reads()
                 T.writes()
-                ints = T.sblock_alloc_buffer((GROUP,), "int32", scope="local")
+                ints = T.sblock_alloc_buffer((GROUP,), "int32", scope="global")
                 for i in T.serial(n):
                     row(x, ints, codes, scales, i)
         else:
@@ -103,7 +103,7 @@ def quantise_kernel(size: int, kind: TileKind) -> tirx.PrimFunc:
                 with T.sblock("parallel"):
                     T.reads()
                     T.writes()
-                    ints2 = T.sblock_alloc_buffer((GROUP,), "int32", scope="local")
+                    ints2 = T.sblock_alloc_buffer((GROUP,), "int32", scope="global")
                     row(x, ints2, codes, scales, i)
 
     return quantise_rows
@@ -143,9 +143,9 @@ def add_norm_quantise_kernel(size: int, eps: float, kind: TileKind) -> tirx.Prim
             with T.sblock("serial"):
                 T.reads()
                 T.writes()
-                normed = T.sblock_alloc_buffer((1, size), "float32", scope="local")
-                lanes = T.sblock_alloc_buffer((LANES,), "float32", scope="local")
-                ints = T.sblock_alloc_buffer((GROUP,), "int32", scope="local")
+                normed = T.sblock_alloc_buffer((1, size), "float32", scope="global")
+                lanes = T.sblock_alloc_buffer((LANES,), "float32", scope="global")
+                ints = T.sblock_alloc_buffer((GROUP,), "int32", scope="global")
                 for i in T.serial(n):
                     row(x, delta, weight, normed, lanes, ints, codes, scales, i)
         else:
@@ -153,9 +153,9 @@ def add_norm_quantise_kernel(size: int, eps: float, kind: TileKind) -> tirx.Prim
                 with T.sblock("parallel"):
                     T.reads()
                     T.writes()
-                    normed2 = T.sblock_alloc_buffer((1, size), "float32", scope="local")
-                    lanes2 = T.sblock_alloc_buffer((LANES,), "float32", scope="local")
-                    ints2 = T.sblock_alloc_buffer((GROUP,), "int32", scope="local")
+                    normed2 = T.sblock_alloc_buffer((1, size), "float32", scope="global")
+                    lanes2 = T.sblock_alloc_buffer((LANES,), "float32", scope="global")
+                    ints2 = T.sblock_alloc_buffer((GROUP,), "int32", scope="global")
                     row(x, delta, weight, normed2, lanes2, ints2, codes, scales, i)
 
     return add_norm_quantise
@@ -188,8 +188,8 @@ def silu_mul_quantise_kernel(size: int, kind: TileKind) -> tirx.PrimFunc:
             with T.sblock("serial"):
                 T.reads()
                 T.writes()
-                gated = T.sblock_alloc_buffer((1, GROUP), "float32", scope="local")
-                ints = T.sblock_alloc_buffer((GROUP,), "int32", scope="local")
+                gated = T.sblock_alloc_buffer((1, GROUP), "float32", scope="global")
+                ints = T.sblock_alloc_buffer((GROUP,), "int32", scope="global")
                 for i in T.serial(n):
                     row(x, gated, ints, codes, scales, i)
         else:
@@ -197,8 +197,8 @@ def silu_mul_quantise_kernel(size: int, kind: TileKind) -> tirx.PrimFunc:
                 with T.sblock("parallel"):
                     T.reads()
                     T.writes()
-                    gated2 = T.sblock_alloc_buffer((1, GROUP), "float32", scope="local")
-                    ints2 = T.sblock_alloc_buffer((GROUP,), "int32", scope="local")
+                    gated2 = T.sblock_alloc_buffer((1, GROUP), "float32", scope="global")
+                    ints2 = T.sblock_alloc_buffer((GROUP,), "int32", scope="global")
                     row(x, gated2, ints2, codes, scales, i)
 
     return silu_mul_quantise
