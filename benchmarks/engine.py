@@ -49,7 +49,8 @@ class Bench:
     def __init__(self, model: ResolvedModel, options: argparse.Namespace, pages: int) -> None:
         config = model.config
         self.activations: Activations = options.activations or EngineConfig().activations
-        layout = KVLayout(
+        self.threads: int = options.threads
+        self.layout = layout = KVLayout(
             config.num_layers,
             config.num_kv_heads,
             config.head_dim,

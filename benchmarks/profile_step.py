@@ -2,17 +2,21 @@
 
     python benchmarks/profile_step.py [--quick] [--threads N] [--json FILE]
 
-Two cases: a decode of one sequence, and a prefill of 512 tokens in one chunk. Kernels are timed inside the VM by a listener;
-"vm" is the time of the VM's call that no kernel took, "python" what the runner does around that call. The listener itself
-costs time, so the whole and the VM's call are timed without it. Each figure is the best of the repeats:
-on a shared machine the others measure the neighbours. With one thread the clock is that thread's CPU time, which neighbours
-disturb least: use ``--threads 1`` where the machine is not quiet.
+Two cases: a decode of one sequence, and a prefill of 512 tokens in one chunk. What a step costs outside of kernels is timed on
+the same graph with kernels that return at once: all of that step is Python and the VM, the checks of a kernel's arguments
+included. Steps with and without kernels take turns, and medians count. What kernels take is the rest; it is shared out as a
+listener in the VM sees them, whose own cost is not small but much the same for each call. One thing the figures miss: the VM's
+memory stays in the caches while no kernel reads weights.
+
+With one thread the clock is that thread's CPU time, which neighbours disturb least: use ``--threads 1`` where the machine is not
+quiet.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import statistics
 import sys
 import time
 from collections import Counter
@@ -21,9 +25,16 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from engine import PAGE_SIZE, Bench, add_model_options
+from tvm import tirx
 
+from microserving.engine.compiler import compile_graph, load_objects
+from microserving.engine.kernels.common import detect_isa
+from microserving.engine.model_runner import TVMModelRunner
+from microserving.engine.models.base import ModelSpec, export
+from microserving.engine.models.registry import model_class
 from microserving.engine.runner import RunnerChunk
-from microserving.model_files import ModelConfig, open_model
+from microserving.engine.weights import tile_kind
+from microserving.model_files import ModelConfig, ResolvedModel, open_model
 
 Clock = Callable[[], int]
 PARTS = ("matmul", "attention", "lm_head", "elementwise", "vm", "python")
@@ -33,7 +44,7 @@ PREFILL = 512
 
 @dataclass(frozen=True)
 class Profile:
-    """ms: of a whole step. parts: the share of each of PARTS. kernels: milliseconds of each kernel in a step."""
+    """ms: of a whole step. parts: the share of each of PARTS. kernels: milliseconds of each kernel, as the listener saw it."""
 
     case: str
     ms: float
@@ -77,8 +88,6 @@ def is_of_vm(kernel: str) -> bool:
 
 
 def part_of(kernel: str, config: ModelConfig) -> str:
-    if is_of_vm(kernel):
-        return "vm"
     if "attention" in kernel:
         return "attention"
     if "matmul" in kernel:
@@ -86,12 +95,27 @@ def part_of(kernel: str, config: ModelConfig) -> str:
     return "elementwise"
 
 
-def without_listener(
-    bench: Bench, step: list[RunnerChunk], repeats: int, clock: Clock
-) -> tuple[float, float]:
-    """Least milliseconds of (a whole step, the VM's call in it)."""
-    runner, inner, whole = bench.runner, [], []
-    call = runner._step
+def without_kernels(bench: Bench, model: ResolvedModel) -> TVMModelRunner:
+    """The runner of ``bench`` with kernels that return at once."""
+    config, isa, weights, runner = model.config, detect_isa(), model.weights, bench.runner
+    definition = model_class(config.architecture)
+    stacked = {
+        name: [weights.weight(source) for source in sources]
+        for name, sources in definition.parameters_of(config).items()
+    }
+    kinds = {name: tile_kind(parts) for name, parts in stacked.items() if len(parts[0].shape) == 2}
+    spec = ModelSpec(config, bench.layout, isa, kinds)
+    module, _ = export(definition(spec), spec)
+    for name, function in list(module.functions.items()):
+        if isinstance(function, tirx.PrimFunc):
+            module[name] = function.with_body(tirx.Evaluate(0))
+    code = load_objects(compile_graph(module, isa))
+    return TVMModelRunner(code, runner._parameters, config, bench.layout, runner._pool, bench.threads)
+
+
+def step_ms(runner: TVMModelRunner, step: list[RunnerChunk], clock: Clock) -> tuple[float, float]:
+    """Milliseconds of (a whole step, the VM's call in it)."""
+    inner, call = [], runner._step
 
     def timed(*arguments: object) -> object:
         begin = clock()
@@ -100,12 +124,11 @@ def without_listener(
         return result
 
     runner._step = timed
-    for _ in range(repeats + 2):
-        begin = clock()
-        runner.run(step)
-        whole.append(clock() - begin)
+    begin = clock()
+    runner.run(step)
+    whole = clock() - begin
     runner._step = call
-    return min(whole[2:]) / 1e6, min(inner[2:]) / 1e6
+    return whole / 1e6, inner[0] / 1e6
 
 
 def kernel_ms(bench: Bench, step: list[RunnerChunk], repeats: int, clock: Clock) -> dict[str, float]:
@@ -117,33 +140,40 @@ def kernel_ms(bench: Bench, step: list[RunnerChunk], repeats: int, clock: Clock)
         bench.runner.run(step)
         found.append(times.ns)
     best = min(found, key=lambda ns: sum(spent for name, spent in ns.items() if not is_of_vm(name)))
-    return {name: spent / 1e6 for name, spent in best.items()}
+    return {name: spent / 1e6 for name, spent in best.items() if not is_of_vm(name)}
 
 
-def profiles(bench: Bench, config: ModelConfig, quick: bool, clock: Clock) -> list[Profile]:
+def profiles(bench: Bench, model: ResolvedModel, quick: bool, clock: Clock) -> list[Profile]:
     prompt = [chunk for step in bench.prefill_steps(PREFILL) for chunk in step]
     tokens = [token for chunk in prompt for token in chunk.token_ids]
     cases = {
-        f"decode of 1 at {CONTEXT}": (bench.decode_step(1, CONTEXT), 20 if quick else 200),
-        f"prefill of {PREFILL}": ([RunnerChunk(tokens, 0, prompt[0].pages, True)], 2 if quick else 5),
+        f"decode of 1 at {CONTEXT}": (bench.decode_step(1, CONTEXT), 40 if quick else 300),
+        f"prefill of {PREFILL}": ([RunnerChunk(tokens, 0, prompt[0].pages, True)], 3 if quick else 7),
     }
-    plain = {name: without_listener(bench, *case, clock) for name, case in cases.items()}  # a listener stays
+    empty = without_kernels(bench, model)
+    timed: dict[str, list[tuple[float, float, float]]] = {}
+    for name, (step, repeats) in cases.items():  # before any listener: one that was set stays
+        rounds = [
+            (step_ms(bench.runner, step, clock), step_ms(empty, step, clock)) for _ in range(repeats + 2)
+        ]
+        timed[name] = [(whole, *outside) for (whole, _), outside in rounds[2:]]
     return [
-        make_profile(name, config, *plain[name], kernel_ms(bench, *case, clock))
-        for name, case in cases.items()
+        make_profile(name, model.config, timed[name], kernel_ms(bench, step, min(repeats, 20), clock))
+        for name, (step, repeats) in cases.items()
     ]
 
 
 def make_profile(
-    name: str, config: ModelConfig, whole: float, inner: float, kernels: dict[str, float]
+    name: str, config: ModelConfig, rounds: list[tuple[float, float, float]], kernels: dict[str, float]
 ) -> Profile:
+    """rounds: milliseconds of (a step, a step without kernels, the VM's call in the latter)."""
+    whole, outside, inner = (statistics.median(values) for values in zip(*rounds, strict=True))
     spent: Counter[str] = Counter()
     for kernel, ms in kernels.items():
         spent[part_of(kernel, config)] += ms
-    spent["vm"] = max(inner - sum(spent[part] for part in PARTS[:4]), 0.0)
-    spent["python"] = whole - inner
-    total = sum(spent.values())
-    return Profile(name, whole, {part: spent[part] / total for part in PARTS}, kernels)
+    in_kernels, seen = 1 - outside / whole, sum(spent.values())
+    parts = {part: in_kernels * spent[part] / seen for part in PARTS}
+    return Profile(name, whole, {**parts, "vm": inner / whole, "python": (outside - inner) / whole}, kernels)
 
 
 def print_profile(profile: Profile) -> None:
@@ -164,7 +194,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     bench = Bench(model, options, PREFILL // PAGE_SIZE + 1)
     print(f"{model.name}, threads {options.threads}, activations {bench.activations}")
     clock = time.thread_time_ns if options.threads == 1 else time.perf_counter_ns
-    found = profiles(bench, model.config, options.quick, clock)
+    found = profiles(bench, model, options.quick, clock)
     for profile in found:
         print_profile(profile)
     if options.json is not None:
