@@ -30,7 +30,7 @@ PRIOR_VARIANCE: Final = 32.0**2
 """Positions closer together than about its root say little about the slope; it is then taken as nearly flat."""
 OUTLIER: Final = 4.0
 """A step counts as at most so many times as long as expected: the machine was busy with something else."""
-MEASURE_EVERY: Final = 64
+MEASURE_EVERY: Final = 32
 """Steps with prompt tokens after which D is measured again."""
 
 

@@ -54,7 +54,9 @@ class EngineNode:
         """Raises ConfigError when the secret is too short."""
         identity = EngineIdentity(config.node_id, uuid.uuid4().hex, config.rank)
         engine = AsyncEngine(
-            Engine(parts.runner, parts.tokenizer, config), reserve_wait_s=config.reserve_wait_s
+            Engine(parts.runner, parts.tokenizer, config),
+            reserve_wait_s=config.reserve_wait_s,
+            max_waiting=config.ingestion_queue_size,
         )
         self._transport = parts.transport
         self._total_pages = parts.runner.total_pages

@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import threading
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 import pytest
 
 from microserving.engine.fake_runner import FakeRunner
+from microserving.engine.runner import RunnerChunk
 from microserving.errors import (
     ContextLengthExceeded,
     InvalidRequest,
     LeaseError,
     MicroservingError,
+    Overloaded,
     RequestConflict,
 )
 from microserving.protocol.generation import SamplingParams
@@ -250,3 +254,55 @@ def test_the_load_adds_up() -> None:
     assert node.engine.load().decode_step_ms > 0
     assert node.engine.match_prefix([200, 201]) == 0
     assert node.engine.match_prefix([*prompt_of(20), 200]) == 20
+
+
+@pytest.mark.case("PD-40")
+def test_nothing_that_comes_waits_for_the_running_step() -> None:
+    """The model's run calls everything a loop may call: were the lock held, it would wait for itself for ever."""
+    node = Node(max_sequences=20)
+    node.submit(prompt_of(40), 2)
+    prompt = tuple(prompt_of(30, salt=1))
+    done: list[str] = []
+
+    def meanwhile(_: Sequence[RunnerChunk]) -> None:
+        node.runner.before_run = None
+        caller = threading.Thread(target=everything, daemon=True)
+        caller.start()
+        caller.join(20)
+
+    def everything() -> None:
+        node.submit(prompt_of(9), 2, request_id="new")
+        node.submit(prompt_of(9), 2, request_id="gone")
+        reservation, lease = node.reserve_and_grant("r", prompt, 20)
+        node.send(node, reservation, prompt)
+        assert node.engine.match_prefix(prompt) == 0
+        assert node.engine.renew("r") > 0
+        assert node.engine.load().waiting == 3
+        assert node.engine.next_deadline is not None
+        assert node.engine.timings().ttft.counts is not None
+        assert node.engine.abort_send("r")
+        assert node.engine.end_write(lease, ok=True)
+        assert node.engine.commit("r") == 20
+        assert node.engine.abort("gone")
+        done.append("all")
+
+    node.runner.before_run = meanwhile
+    node.engine.step()
+    assert done == ["all"]
+    node.run()
+    node.assert_idle()
+
+
+def test_too_many_that_wait() -> None:
+    node = Node(ingestion_queue_size=3, max_batch_size=1)
+    running = node.submit(prompt_of(5), 30)
+    node.engine.step()
+    waiting = [node.submit(prompt_of(5), 2) for _ in range(3)]
+    with pytest.raises(Overloaded) as refused:
+        node.submit(prompt_of(5), 2)
+    assert refused.value.retry_after_s
+    with pytest.raises(Overloaded):
+        node.engine.prep_recv("r", tuple(prompt_of(20)), 5)
+    node.run()
+    assert all(outcome.finish_reason == "length" for outcome in (running, *waiting))
+    node.assert_idle()

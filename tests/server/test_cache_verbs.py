@@ -201,3 +201,39 @@ def test_a_generation_ends_at_its_deadline(decode: Running) -> None:
         assert len(events) > 2
     finally:
         decode.runner.before_run = None
+
+
+# --- bounded -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.case("PD-07")
+def test_who_gets_no_pages_or_no_place_is_told_when_to_come_again() -> None:
+    node = make_node("small", _fake(), pages=8, reserve_wait_s=0.1, max_batch_size=1, ingestion_queue_size=2)
+    with engines(node) as (small,):
+        assert small.verb("prep_recv", prompt=prompt_of(100), end=100, request_id="r").status_code == 200
+        refused = small.verb("prep_recv", prompt=prompt_of(99), end=99)
+        assert (refused.status_code, refused.json()["error"]["code"]) == (503, "kv_exhausted")
+        assert int(refused.headers["retry-after"]) >= 1
+        small.verb("abort", request_id="r")
+
+        go_on = threading.Event()
+        small.runner.before_run = lambda _: go_on.wait(10) and None
+        body = {"model": MODEL, "prompt": "abc", "max_tokens": 2}
+        answers: list[int] = []
+        callers = [
+            threading.Thread(target=lambda: answers.append(small.post("/v1/completions", body).status_code))
+            for _ in range(3)
+        ]
+        callers[0].start()
+        small.wait_for(running=1)
+        for caller in callers[1:]:
+            caller.start()
+        small.wait_for(running=1, waiting=2)
+        refused = small.post("/v1/completions", body)
+        assert (refused.status_code, refused.json()["error"]["code"]) == (503, "overloaded")
+        assert int(refused.headers["retry-after"]) >= 1
+        go_on.set()
+        for caller in callers:
+            caller.join()
+        assert answers == [200] * 3
+        small.wait_idle()
