@@ -24,18 +24,16 @@ from microserving.errors import (
     TransferFailed,
     http_status,
 )
-from microserving.program import Chunks, Cluster, EngineClient, GenerationChunk, Request
+from microserving.program import Cluster, EngineClient, GenerationChunk, Request
 from microserving.router.holdings import Holdings, close_within
 from microserving.router.in_flight import InFlight
 from microserving.router.ledger import AttemptRecord
 from microserving.router.program_host import Outcome
 from microserving.router.program_loader import LoadedProgram
-from microserving.router.watchdog import ProgramHungError, Watchdog
+from microserving.router.watchdog import WAITING, ProgramHungError, Watchdog
 
 _logger = logging.getLogger(__name__)
 
-_END = GenerationChunk(text="")
-"""Stands for the end of the program's chunks; compared by identity."""
 _CLOSE_S = 5.0
 """How long the program's own clean-up may take."""
 _CHOSEN_BY_PROGRAM = frozenset({"begin", "end", "kv_addr_info", "recv_rank", "request_id"})
@@ -96,7 +94,10 @@ class Attempt:
         """Wait for the first chunk (None: there is none) in a task of its own, which ``release`` ends."""
 
         async def read() -> GenerationChunk | None:
-            return await anext(self.chunks, None)
+            try:
+                return await anext(self.chunks, None)
+            finally:
+                self._watchdog.forget_task()
 
         self._reading = asyncio.create_task(read())
         return self._reading
@@ -116,18 +117,29 @@ class Attempt:
     async def _run(self) -> AsyncGenerator[GenerationChunk, None]:
         """The program's chunks. Raises: what the program let pass of ``errors``, InternalError for its bugs."""
         self._running = True
+        watchdog = self._watchdog
         try:
             route = aiter(self.program.instance.route(self._request, self._cluster))
             finished = False
             try:
-                while (chunk := await self._next(route)) is not _END:
+                while True:
+                    watchdog.check()
+                    watchdog.waiting = WAITING
+                    try:
+                        chunk = await route.__anext__()
+                    except StopAsyncIteration:
+                        break
+                    finally:
+                        watchdog.waiting = 0
+                        if watchdog.cancelled:
+                            watchdog.settle()
                     if finished:
                         raise self._bug("went on after the last chunk")
                     finished = self._is_last(chunk)
                     self._holdings.unclaim()  # who was chosen and not asked so far does not serve this request
                     yield chunk
             finally:
-                self._watchdog.close()
+                watchdog.close()
                 await close_within(route, _CLOSE_S)
             if not finished:
                 raise self._bug("ended without a last chunk (one with a finish_reason)")
@@ -150,17 +162,6 @@ class Attempt:
             raise self._failed(error) from error
         finally:
             self._running = False
-
-    async def _next(self, route: Chunks) -> GenerationChunk:
-        """The program's next chunk, or ``_END``."""
-        watchdog = self._watchdog
-        watchdog.begin()
-        try:
-            return await route.__anext__()
-        except StopAsyncIteration:
-            return _END
-        finally:
-            watchdog.end()
 
     def _is_last(self, chunk: object) -> bool:
         if not isinstance(chunk, GenerationChunk):

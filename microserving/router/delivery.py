@@ -10,17 +10,21 @@ from dataclasses import replace
 
 from microserving.protocol.generation import GenerationChunk, GenerationRequest
 
+_UNLIMITED = 2**62
+
 
 class Delivery:
     """``take`` every chunk on its way to the client.
 
-    begun: it has seen output; finished: all of it. cut: the engine wanted to go on.
+    count: output tokens, those that the request resumes included. begun: it has seen output; finished: all of it. cut:
+    the engine wanted to go on.
     """
 
     def __init__(self, request: GenerationRequest) -> None:
         self._given = len(request.resume_output_ids)
         self._ids = list(request.resume_output_ids)
-        self._limit = request.stop.max_tokens
+        self._limit = _UNLIMITED if request.stop.max_tokens is None else request.stop.max_tokens
+        self.count = self._given
         self._exact = True
         self.begun = False
         self.finished = False
@@ -34,7 +38,7 @@ class Delivery:
     @property
     def tokens(self) -> int:
         """Output tokens sent."""
-        return len(self._ids) - self._given
+        return self.count - self._given
 
     @property
     def resumable(self) -> bool:
@@ -46,23 +50,25 @@ class Delivery:
         chunk is the last one."""
         ids = chunk.token_ids
         if ids:
-            self._ids.extend(ids)
+            self._ids += ids
+            self.count += len(ids)
             self.begun = True
-            if self._limit is not None and len(self._ids) > self._limit:
+            if self.count > self._limit:
                 chunk = self._cut(chunk, self._limit)
         elif chunk.text:
             self.begun = True
             self._exact = self._exact and chunk.finish_reason is not None
         if chunk.finish_reason is not None:
             self.finished = True
-            if chunk.completion_tokens < len(self._ids):
-                chunk = replace(chunk, completion_tokens=len(self._ids))
+            if chunk.completion_tokens < self.count:
+                chunk = replace(chunk, completion_tokens=self.count)
         return chunk
 
     def _cut(self, chunk: GenerationChunk, limit: int) -> GenerationChunk:
         room = limit - (len(self._ids) - len(chunk.token_ids))
         self.cut = True
         del self._ids[limit:]
+        self.count = limit
         text = chunk.text if room else ""
         return replace(
             chunk,

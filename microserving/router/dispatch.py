@@ -128,8 +128,9 @@ class Dispatcher:
                 failure: MicroservingError | None = None
                 try:
                     async for chunk in await self._open(journey, attempts):
-                        journey.passing(chunk, attempts[0].record, metrics)
                         shown = delivery.take(chunk)
+                        if delivery.count >= journey.next_look or delivery.finished:
+                            journey.measure(attempts[0].record, metrics)
                         yield shown
                         if delivery.cut:
                             break

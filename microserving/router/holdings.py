@@ -31,8 +31,8 @@ ResultT = TypeVar("ResultT")
 class Holdings:
     """The reservations, sends and generations of one attempt. ``in_flight`` is shared by all attempts.
 
-    record: where the attempt's facts are written down; index: where, what engines had cached. busy: answers of engines that are waited for now; idle_since:
-    when the last one came (loop time). failed: the engines that failed, or whose peer in a transfer did.
+    record: where the attempt's facts are written down; index: where, what engines had cached. busy: answers of engines that are waited for now; moves: those
+    that came. failed: the engines that failed, or whose peer in a transfer did.
     """
 
     def __init__(
@@ -41,7 +41,7 @@ class Holdings:
         self.record = AttemptRecord("") if record is None else record
         self._index = index
         self.busy = 0
-        self.idle_since = 0.0
+        self.moves = 0
         self.failed: set[EngineClient] = set()
         self._in_flight = in_flight
         self._claims: set[EngineClient] = set()
@@ -138,7 +138,7 @@ class Holdings:
             return await work
         finally:
             self.busy -= 1
-            self.idle_since = asyncio.get_running_loop().time()
+            self.moves += 1
 
     def blame(self, error: MicroservingError, engine: EngineClient, receiver: EngineClient | None) -> None:
         """``engine`` failed with ``error``; the request's next attempt does without it. Of a transfer nobody knows which
@@ -262,7 +262,14 @@ class HeldEngine(EngineClient):
             chunks = aiter(self._inner.start_generate(request, begin=begin))
             finished, cached = False, 0
             try:
-                while (chunk := await holdings.asked(anext(chunks, None))) is not None:
+                while True:
+                    holdings.busy += 1
+                    try:
+                        chunk = await chunks.__anext__()
+                    except StopAsyncIteration:
+                        break
+                    finally:
+                        holdings.busy -= 1
                     finished, cached = chunk.finish_reason is not None, chunk.cached_tokens
                     yield chunk
             finally:

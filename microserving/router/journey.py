@@ -11,13 +11,13 @@ from dataclasses import replace
 from microserving.errors import InternalError, MicroservingError, Overloaded
 from microserving.program import EngineClient, Request
 from microserving.program.metrics import ClusterMetrics
-from microserving.protocol.generation import GenerationChunk, GenerationRequest
+from microserving.protocol.generation import GenerationRequest
 from microserving.router.attempt import Attempt
 from microserving.router.delivery import Delivery
 from microserving.router.ledger import AttemptRecord, RequestRecord
 from microserving.router.program_loader import LoadedProgram
 
-_TOKENS_PER_SAMPLE = 8
+_TOKENS_PER_LOOK = 8
 """Tokens between two looks at the time between tokens."""
 
 
@@ -26,7 +26,7 @@ class Journey:
 
     failures: attempts in a row that gave no new token. excluded: engines that failed this request. overload: an engine
     was full, and how it said so; those in ``excluded`` are then not asked again even when there are no others. looked:
-    whether engines were looked for because there was none. failed_program: the program that failed it last.
+    whether engines were looked for because there was none. next_look: at which ``delivery.count`` the pace is measured. failed_program: the program that failed it last.
     """
 
     def __init__(
@@ -43,8 +43,9 @@ class Journey:
         self.failed_program: LoadedProgram | None = None
         self._request = request
         self._tokens_before = 0
-        self._seen_at = 0.0
-        self._unseen = 0
+        self.next_look = 0
+        self._looked_at = 0.0
+        self._looked_at_count = 0
 
     @property
     def remaining_s(self) -> float | None:
@@ -74,21 +75,18 @@ class Journey:
         """Whether all of the output comes at once."""
         return self._request.whole
 
-    def passing(self, chunk: GenerationChunk, attempt: AttemptRecord, metrics: ClusterMetrics) -> None:
-        """``chunk`` is on its way to the client: measure the pace. Of an output that comes whole nothing is known."""
-        record, tokens = self.record, len(chunk.token_ids)
-        now = asyncio.get_running_loop().time()
+    def measure(self, attempt: AttemptRecord, metrics: ClusterMetrics) -> None:
+        """Some output is on its way to the client. Of one that comes whole no pace is known."""
+        record, delivery, now = self.record, self.delivery, asyncio.get_running_loop().time()
+        self.next_look = delivery.count + _TOKENS_PER_LOOK
+        tokens, self._looked_at_count = delivery.count - self._looked_at_count, delivery.count
+        last, self._looked_at = self._looked_at, now
         if record.ttft_s is None:
             record.ttft_s = now - record.began
-            self._seen_at, self._unseen = now, 0
             if attempt.role is not None and not self._request.whole:
                 metrics.add_ttft(attempt.role, record.ttft_s)
-            return
-        self._unseen += tokens
-        if self._unseen >= _TOKENS_PER_SAMPLE or (chunk.finish_reason is not None and self._unseen):
-            if attempt.role is not None:
-                metrics.add_itl(attempt.role, (now - self._seen_at) / self._unseen)
-            self._seen_at, self._unseen = now, 0
+        elif tokens and attempt.role is not None:
+            metrics.add_itl(attempt.role, (now - last) / tokens)
 
     def failed(self, attempt: Attempt, error: MicroservingError) -> None:
         """``attempt`` ended with ``error``."""

@@ -1,7 +1,7 @@
 """Ends a program's wait at the request's deadline, or when the program does nothing for too long.
 
-One timer for a whole attempt, however many chunks it gives: a wait costs a clock reading. Does not know what is waited
-for; ``Idle`` says whether an engine is being asked, whose silence has limits of its own.
+One timer for a whole attempt, however many chunks it gives: a wait costs no clock reading. Does not know what is waited
+for; ``Activity`` says whether an engine is being asked, whose silence has limits of its own.
 """
 
 from __future__ import annotations
@@ -11,102 +11,101 @@ from typing import Protocol
 
 from microserving.errors import DeadlineExceeded, MicroservingError
 
+WAITING = 1
+_STILL_WAITING = 2
+"""What ``waiting`` is: since the timer went off the last time, or for longer."""
 _AGAIN_S = 1.0
 """A program that swallows its cancellation is cancelled again after so long."""
 
 
-class Idle(Protocol):
-    """What the program does just now."""
+class Activity(Protocol):
+    """What the program does."""
 
     @property
     def busy(self) -> int:
-        """How many answers of engines it waits for."""
+        """How many answers of engines it waits for now."""
 
     @property
-    def idle_since(self) -> float:
-        """When it last stopped waiting for one (loop time)."""
+    def moves(self) -> int:
+        """How many have come."""
 
 
 class ProgramHungError(Exception):
-    """The program neither asked an engine nor gave a chunk for ``stall_s``."""
+    """The program neither asked an engine nor gave a chunk for ``stall_s`` (twice that at most)."""
 
 
 class Watchdog:
-    """``begin`` and ``end`` around each wait, in the task that waits; ``close`` after the last. Needs a running loop.
+    """Around each wait: ``check``, then set ``waiting``; afterwards unset it, and ``settle`` when it has ``cancelled``.
 
-    deadline: loop time; None = none.
+    All waits are in one task, until that has ended or ``forget_task`` was called. ``close`` after the last one. Needs a
+    running loop. deadline: loop time; None = none. (Plain attributes, because this is done for every token.)
     """
 
-    def __init__(self, idle: Idle, *, deadline: float | None, stall_s: float) -> None:
-        self._idle = idle
+    def __init__(self, activity: Activity, *, deadline: float | None, stall_s: float) -> None:
+        self.waiting = 0
+        self.cancelled = 0
+        self.error: Exception | None = None
+        self._activity = activity
         self._deadline = deadline
         self._stall_s = stall_s
-        self._loop = asyncio.get_running_loop()
-        self._timer: asyncio.TimerHandle | None = None
+        self._loop = loop = asyncio.get_running_loop()
         self._task: asyncio.Task[object] | None = None
-        self._since = 0.0
+        self._moves = -1
         self._cancelling = 0
-        self._cancels = 0
-        self._error: Exception | None = None
+        when = loop.time() + stall_s
+        self._timer = loop.call_at(when if deadline is None else min(when, deadline), self._fire)
 
-    def begin(self) -> None:
-        """Raises DeadlineExceeded when it is too late already."""
-        now = self._loop.time()
-        if self._deadline is not None and now >= self._deadline:
-            raise deadline_exceeded()
-        self._since = now
-        self._task = task = asyncio.current_task()
+    def check(self) -> None:
+        """Before a wait. Raises what has become due meanwhile, DeadlineExceeded or ProgramHungError."""
+        if self.error is not None:
+            raise self.error
+        if self._task is None or self._task.done():
+            self._task = asyncio.current_task(self._loop)
+
+    def forget_task(self) -> None:
+        """The next waits are in another task."""
+        self._task = None
+
+    def settle(self) -> None:
+        """After a wait that was ended: raises why. A cancellation that came from elsewhere goes on."""
+        task = self._task
         assert task is not None
-        self._cancelling = task.cancelling()
-        if self._timer is None:
-            self._arm()
-
-    def end(self) -> None:
-        """Raises what ended the wait, if it was the watchdog: DeadlineExceeded or ProgramHungError. A cancellation from
-        elsewhere goes on."""
-        task, self._task = self._task, None
-        if self._error is None or task is None:
-            return
-        error, self._error = self._error, None
-        for _ in range(self._cancels):
+        for _ in range(self.cancelled):
             task.uncancel()
-        self._cancels = 0
-        if task.cancelling() <= self._cancelling:
-            raise error
+        self.cancelled = 0
+        if self.error is not None and task.cancelling() <= self._cancelling:
+            raise self.error
 
     def close(self) -> None:
         """Idempotent."""
-        if self._timer is not None:
-            self._timer.cancel()
-            self._timer = None
-
-    def _arm(self) -> None:
-        when = max(self._since, self._idle.idle_since) + self._stall_s
-        if self._deadline is not None:
-            when = min(when, self._deadline)
-        self._timer = self._loop.call_at(when, self._fire)
+        self._timer.cancel()
 
     def _fire(self) -> None:
-        self._timer = None
-        if self._task is None:
-            return  # the chunk's reader is slow; the next wait arms it again
         now = self._loop.time()
-        if self._error is None:
-            self._error = self._expired(now)
-        if self._error is None:
-            self._arm()
-            return
-        self._cancels += 1
-        self._task.cancel()
-        self._timer = self._loop.call_at(now + _AGAIN_S, self._fire)
+        if self.error is None:
+            self.error = self._due(now)
+        if self.error is None:
+            when = now + self._stall_s
+            self._timer = self._loop.call_at(
+                when if self._deadline is None else min(when, self._deadline), self._fire
+            )
+        elif self.waiting and self._task is not None:
+            if not self.cancelled:
+                self._cancelling = self._task.cancelling()
+            self.cancelled += 1
+            self._task.cancel()
+            self._timer = self._loop.call_at(now + _AGAIN_S, self._fire)
 
-    def _expired(self, now: float) -> Exception | None:
+    def _due(self, now: float) -> Exception | None:
         if self._deadline is not None and now >= self._deadline:
             return deadline_exceeded()
-        if self._idle.busy:
-            self._since = now
-        hung = now - max(self._since, self._idle.idle_since) >= self._stall_s
-        return ProgramHungError() if hung else None
+        activity = self._activity
+        if self.waiting == _STILL_WAITING and not activity.busy and activity.moves == self._moves:
+            return ProgramHungError()
+        if self.waiting:
+            self.waiting = _STILL_WAITING
+        self._moves = -1 if activity.busy else activity.moves
+        return None
 
 
 def deadline_exceeded() -> MicroservingError:
