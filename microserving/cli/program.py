@@ -44,8 +44,9 @@ def _add_offline(actions: Any) -> None:
     )
     check.add_argument("program", metavar="FILE", help=_FILE_HELP)
     add_set_flag(check)
-    check.add_argument("--prefill", type=int, default=1, metavar="N", help="prefill engines (default: 1)")
-    check.add_argument("--decode", type=int, default=1, metavar="N", help="decode engines (default: 1)")
+    for role, count in (("prefill", 1), ("decode", 1), ("hybrid", 0)):
+        text = f"{role} engines in memory (default: %(default)s)"
+        check.add_argument(f"--{role}", type=int, default=count, metavar="N", help=text)
     add_json_flag(check)
     add_json_flag(_add(actions, "list", run_list, "the programs that come with microserving"))
     show = _add(actions, "show", run_show, "the text of a program, ready to copy")
@@ -74,28 +75,22 @@ def _add(actions: Any, name: str, action: Action, line: str) -> argparse.Argumen
 
 def run_check(options: argparse.Namespace) -> int:
     """Raises ProgramError with file and line when the program is not good."""
-    return check(
-        options.program,
-        dict(options.settings),
-        prefill=options.prefill,
-        decode=options.decode,
-        as_json=options.json,
-    )
+    counts = (options.prefill, options.decode, options.hybrid)
+    return check(options.program, dict(options.settings), counts, as_json=options.json)
 
 
 def check(
     program: str,
     settings: Mapping[str, Any],
+    counts: tuple[int, int, int] = (1, 1, 0),
     *,
-    prefill: int = 1,
-    decode: int = 1,
     as_json: bool = False,
 ) -> int:
-    """Say that a program is good. Raises ProgramError when it is not."""
-    from microserving.router.dry_run import DryRun, dry_run
+    """Say that a program is good. counts: of prefill, decode and hybrid engines. Raises ProgramError when it is not."""
+    from microserving.router.dry_run import DryRun, Roles, dry_run
     from microserving.router.program_loader import read_program
 
-    facts = dry_run(DryRun(read_program(program), dict(settings), prefill, decode))
+    facts = dry_run(DryRun(read_program(program), dict(settings), Roles(*counts)))
     if as_json:
         write_json({"program": program, "class": facts.name, "settings": facts.settings})
         return 0

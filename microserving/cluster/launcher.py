@@ -51,8 +51,10 @@ class Commands:
 
     def check_program(self, node: RouterNode) -> tuple[str, ...]:
         settings = _set_flags(node)
-        pools = [f"--prefill={len(node.config.prefill_peers)}", f"--decode={len(node.config.decode_peers)}"]
-        return ("-m", "microserving", "program", "check", *pools, *settings, "--", node.config.program)
+        prefill, decode = set(node.config.prefill_peers), set(node.config.decode_peers)
+        counts = {"prefill": prefill - decode, "decode": decode - prefill, "hybrid": prefill & decode}
+        roles = [f"--{role}={len(peers)}" for role, peers in counts.items()]
+        return ("-m", "microserving", "program", "check", *roles, *settings, "--", node.config.program)
 
     def engine(self, node: EngineNode) -> tuple[str, ...]:
         return ("-m", "microserving", "serve", *to_flags(node.config))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hmac
+from collections import Counter
 from collections.abc import AsyncIterator
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 
@@ -24,6 +25,7 @@ from microserving.router.circuit import CircuitSettings
 from microserving.router.config import RouterConfig
 from microserving.router.deployment import Deployer
 from microserving.router.dispatch import Dispatcher, DispatchSettings
+from microserving.router.dry_run import Roles
 from microserving.router.engine_client import EngineTimeouts
 from microserving.router.engine_registry import EngineRegistry
 from microserving.router.health import HealthMonitor, ProbeSettings
@@ -65,7 +67,7 @@ class Router:
             self._registry, probes, served_model=config.served_model, tokenizer_dir=config.tokenizer_dir
         )
         self._host = ProgramHost(program, self._registry.cluster, _host_settings(config))
-        self._deployer = Deployer(self._host, self._pool_sizes, dry_run_timeout_s=config.dry_run_timeout_s)
+        self._deployer = Deployer(self._host, self._roles, dry_run_timeout_s=config.dry_run_timeout_s)
         self._dispatcher = Dispatcher(
             self._host,
             self._registry.cluster,
@@ -134,10 +136,10 @@ class Router:
     def _decode_loads(self) -> list[EngineLoad]:
         return [engine.load for engine in self._registry.cluster.decode or self._registry.cluster.all]
 
-    def _pool_sizes(self) -> tuple[int, int]:
-        """How many engines there are to prefill and to decode, up or not."""
-        roles = [peer.client.role for peer in self._registry.peers]
-        return len(roles) - roles.count("decode"), len(roles) - roles.count("prefill")
+    def _roles(self) -> Roles:
+        """Of the engines that there are, up or not."""
+        count = Counter(peer.client.role for peer in self._registry.peers)
+        return Roles(count["prefill"], count["decode"], count["hybrid"])
 
     @asynccontextmanager
     async def _lifespan(self, _app: FastAPI) -> AsyncIterator[None]:

@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping
 from typing import TypeVar
 
 from microserving.errors import ProgramError
-from microserving.router.dry_run import DryRun, ProgramFacts
+from microserving.router.dry_run import DryRun, ProgramFacts, Roles
 from microserving.router.dry_run_helper import DryRunHelper
 from microserving.router.program_host import ProgramHost, Version
 from microserving.router.program_loader import ProgramSource, load_source
@@ -22,22 +22,19 @@ ResultT = TypeVar("ResultT")
 
 
 class Deployer:
-    """pools: how many engines the prefill and the decode pool have. refused: how many programs did not pass."""
+    """roles: of the engines that there are. refused: how many programs did not pass."""
 
-    def __init__(
-        self, host: ProgramHost, pools: Callable[[], tuple[int, int]], *, dry_run_timeout_s: float
-    ) -> None:
+    def __init__(self, host: ProgramHost, roles: Callable[[], Roles], *, dry_run_timeout_s: float) -> None:
         self.refused = 0
         self._host = host
-        self._pools = pools
+        self._roles = roles
         self._dry_run_timeout_s = dry_run_timeout_s
         self._helper = DryRunHelper()
         self._lock = asyncio.Lock()
 
     async def check(self, source: ProgramSource, settings: Mapping[str, object]) -> ProgramFacts:
         """Try a program without deploying it. Raises ProgramError, ``file:line: ...``."""
-        prefill, decode = self._pools()
-        job = DryRun(source, dict(settings), prefill, decode, self._dry_run_timeout_s)
+        job = DryRun(source, dict(settings), self._roles(), self._dry_run_timeout_s)
         return await self._helper.dry_run(job)
 
     async def deploy(self, source: ProgramSource, settings: Mapping[str, object]) -> Version:

@@ -42,16 +42,28 @@ _GRACE_S = 0.5
 
 
 @dataclass(frozen=True, slots=True)
-class DryRun:
-    """What to try. prefill, decode: how many engines the pools have; a hybrid engine counts for both.
+class Roles:
+    """How many engines of each role the cluster has."""
 
-    timeout_s: for all of it.
-    """
+    prefill: int = 1
+    decode: int = 1
+    hybrid: int = 0
+
+    def cluster(self) -> FakeCluster:
+        """Such a cluster in memory."""
+        cluster = FakeCluster(prefill=self.prefill, decode=self.decode + self.hybrid)
+        for number in range(self.decode, self.decode + self.hybrid):
+            cluster[f"decode-{number}"].role = "hybrid"
+        return cluster
+
+
+@dataclass(frozen=True, slots=True)
+class DryRun:
+    """What to try, over which engines. timeout_s: for all of it."""
 
     source: ProgramSource
     settings: dict[str, Any]
-    prefill: int = 1
-    decode: int = 1
+    roles: Roles = Roles()
     timeout_s: float = 5.0
 
 
@@ -181,11 +193,11 @@ class _Child:
         self._answer({"facts": asdict(facts)})
 
     def _out_of_time(self, _number: int, frame: FrameType | None) -> None:
-        line = _line_on_stack(frame, str(self._job.source.path)) or self._trial.waits_at() or 1
+        line = line_on_stack(frame, str(self._job.source.path)) or self._trial.waits_at() or 1
         self._refuse(self._job.source.fault(line, f"the program {_hung(self._job)}"))
 
     def _program_exits(self, status: int) -> None:
-        line = _line_on_stack(sys._getframe(1), str(self._job.source.path)) or 1
+        line = line_on_stack(sys._getframe(1), str(self._job.source.path)) or 1
         self._refuse(self._job.source.fault(line, f"os._exit({status!r}) would end the router"))
 
     def _refuse(self, error: ProgramError) -> None:
@@ -214,10 +226,10 @@ class Trial:
 
     def waits_at(self) -> int | None:
         """The line of the program at which the request that runs now waits."""
-        return _line_awaited(self._route, str(self._job.source.path))
+        return line_awaited(self._route, str(self._job.source.path))
 
     async def _serve(self, program: LoadedProgram) -> None:
-        cluster = FakeCluster(prefill=self._job.prefill, decode=self._job.decode)
+        cluster = self._job.roles.cluster()
         plan = asyncio.create_task(program.instance.plan(cluster))
         await asyncio.sleep(0)
         for matched in (0, max(PROMPT_LENGTHS)):
@@ -299,7 +311,7 @@ class _NotAwaited:
                 return
 
 
-def _line_on_stack(frame: FrameType | None, filename: str) -> int | None:
+def line_on_stack(frame: FrameType | None, filename: str) -> int | None:
     """The innermost line of ``filename`` that runs in ``frame`` or below."""
     for caller, line in traceback.walk_stack(frame):
         if caller.f_code.co_filename == filename:
@@ -307,7 +319,7 @@ def _line_on_stack(frame: FrameType | None, filename: str) -> int | None:
     return None
 
 
-def _line_awaited(awaitable: Any, filename: str) -> int | None:
+def line_awaited(awaitable: Any, filename: str) -> int | None:
     """The innermost line of ``filename`` at which a suspended coroutine or generator waits."""
     line = None
     while awaitable is not None:

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from microserving.errors import ProgramError
-from microserving.router.dry_run import DryRun, ProgramFacts, dry_run
+from microserving.router.dry_run import DryRun, ProgramFacts, Roles, dry_run
 from microserving.router.program_loader import ProgramSource
 
 _START_S = 30.0
@@ -114,13 +114,13 @@ def _environment() -> dict[str, str]:
 
 def _to_json(job: DryRun) -> dict[str, Any]:
     source = {"path": str(job.source.path), "text": base64.b64encode(job.source.text).decode()}
-    pools = {"prefill": job.prefill, "decode": job.decode}
-    return {"source": source, "settings": job.settings, "timeout_s": job.timeout_s} | pools
+    rest = {"settings": job.settings, "roles": asdict(job.roles), "timeout_s": job.timeout_s}
+    return {"source": source} | rest
 
 
 def _from_json(job: dict[str, Any]) -> DryRun:
     source = ProgramSource(Path(job["source"]["path"]), base64.b64decode(job["source"]["text"]))
-    return DryRun(**{**job, "source": source})
+    return DryRun(source, job["settings"], Roles(**job["roles"]), job["timeout_s"])
 
 
 def _answer(job: dict[str, Any]) -> dict[str, Any]:

@@ -17,14 +17,14 @@ class Mine(Program):
     share: Fraction = 0.5
     word: str = "a"
     async def route(self, request, cluster):
-        assert len(cluster.prefill) == 2 and len(cluster.decode) == 1
+        assert len(cluster.prefill) == 3 and len(cluster.decode) == 2 and len(cluster.all) == 4
         async for chunk in cluster.all.round_robin().start_generate(request):
             yield chunk
 """
 
 
 def topology(program: Path) -> Topology:
-    roles = {"p": "prefill", "q": "prefill", "d": "decode"}
+    roles = {"p": "prefill", "q": "prefill", "d": "decode", "h": "hybrid"}
     section = {"program": str(program), "settings": {"share": 0.25, "word": "b c"}, "address": "127.0.0.1:0"}
     data = {"nodes": [{"id": name, "role": role} for name, role in roles.items()], "router": section}
     config = parse_cluster_config(data, "x")

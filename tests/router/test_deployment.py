@@ -15,6 +15,7 @@ import pytest
 from microserving.errors import ProgramError
 from microserving.program.testing import collect
 from microserving.router.deployment import Deployer
+from microserving.router.dry_run import Roles
 from microserving.router.program_loader import source_of
 
 from .hosting import Hosted, generation
@@ -59,7 +60,7 @@ class Deployed(Hosted):
 
     def __init__(self, dry_run_timeout_s: float = 20.0) -> None:
         super().__init__("round_robin")
-        self.deployer = Deployer(self.host, lambda: (1, 1), dry_run_timeout_s=dry_run_timeout_s)
+        self.deployer = Deployer(self.host, Roles, dry_run_timeout_s=dry_run_timeout_s)
         self.answered = 0
         self.leaving = False
 

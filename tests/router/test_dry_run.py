@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from microserving.errors import ProgramError
-from microserving.router.dry_run import DryRun, ProgramFacts
+from microserving.router.dry_run import DryRun, ProgramFacts, Roles
 from microserving.router.dry_run_helper import DryRunHelper
 from microserving.router.program_loader import ProgramSource, read_program, shipped_programs
 
@@ -136,15 +136,15 @@ def test_good_programs_and_what_is_known_of_them(tried: Tried) -> None:
 
 def test_every_shipped_program_passes_with_any_pools(tried: Tried) -> None:
     jobs = [
-        DryRun(read_program(name), {}, prefill, decode)
+        DryRun(read_program(name), {}, roles)
         for name in shipped_programs()
-        for prefill, decode in ((1, 1), (2, 3))
+        for roles in (Roles(), Roles(2, 3), Roles(0, 0, 2), Roles(1, 1, 1))
     ]
     assert [facts for facts in tried(*jobs) if not isinstance(facts, ProgramFacts)] == []
 
 
 def test_a_pool_without_engines_is_noticed(tried: Tried) -> None:
-    one = DryRun(read_program("prefill_decode"), {}, prefill=0, decode=2)
+    one = DryRun(read_program("prefill_decode"), {}, Roles(prefill=0, decode=2))
     (message,) = tried(one)
     assert "prefill_decode.py:" in str(message)
     assert "NoEngine: no prefill engine is reachable" in str(message)
