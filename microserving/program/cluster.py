@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import copy
 from collections import Counter
 from collections.abc import Awaitable, Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -228,7 +227,10 @@ class Cluster:
         strictly: bool = False,
     ) -> Cluster:
         """The same cluster, sharing all state; see ``Pool.bound``."""
-        cluster = copy.copy(self)
+        cluster = Cluster.__new__(Cluster)
+        cluster.__dict__.update(
+            self.__dict__
+        )  # as copy.copy does, at a fifth of the price: this is done per request
         for name in ("prefill", "decode", "all"):
             pool: Pool = getattr(self, name)
             bound = pool.bound(seen=seen, chosen=chosen, without=without, strictly=strictly)

@@ -120,7 +120,7 @@ class Attempt:
         watchdog = self._watchdog
         try:
             route = aiter(self.program.instance.route(self._request, self._cluster))
-            finished = False
+            finished = exhausted = False
             try:
                 while True:
                     watchdog.check()
@@ -128,6 +128,7 @@ class Attempt:
                     try:
                         chunk = await route.__anext__()
                     except StopAsyncIteration:
+                        exhausted = True
                         break
                     finally:
                         watchdog.waiting = 0
@@ -140,7 +141,8 @@ class Attempt:
                     yield chunk
             finally:
                 watchdog.close()
-                await close_within(route, _CLOSE_S)
+                if not exhausted:
+                    await close_within(route, _CLOSE_S)
             if not finished:
                 raise self._bug("ended without a last chunk (one with a finish_reason)")
             self.outcome = "ok"
