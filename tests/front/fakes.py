@@ -108,7 +108,8 @@ def live(app: ASGIApp, **options: Any) -> Iterator[int]:
     """``app`` on a real port of the loopback interface, served by another thread. Yields the port."""
     listener = bind_listener("127.0.0.1", 0)
     listener.listen()
-    config = uvicorn.Config(app, log_config=None, lifespan="off", timeout_graceful_shutdown=2, **options)
+    common = {"log_config": None, "lifespan": "off", "proxy_headers": False, "timeout_graceful_shutdown": 2}
+    config = uvicorn.Config(app, **(common | options))
     server = uvicorn.Server(config)
     thread = threading.Thread(target=lambda: asyncio.run(server.serve(sockets=[listener])))
     thread.start()
