@@ -74,12 +74,13 @@ class Deployed(Hosted):
             chunks = await collect(self.dispatcher.generate(request))
             assert [chunk.text for chunk in chunks] == ["Hello", " world"]
             self.answered += 1
+            await asyncio.sleep(0.002)  # clients think; the processor is for the trials
 
     async def until_answered(self, more: int) -> None:
         wanted = self.answered + more
         async with asyncio.timeout(30):
             while self.answered < wanted:  # noqa: ASYNC110 - the clients tell nobody
-                await asyncio.sleep(0)
+                await asyncio.sleep(0.001)
 
     async def close(self) -> None:
         await self.deployer.close()
@@ -159,7 +160,7 @@ async def deploy_all_kinds(hosted: Deployed, round_: int) -> int:
             await hosted.deploy(FAILS_LIVE[broken_live % 4])
             async with asyncio.timeout(30):
                 while hosted.host.rollbacks == rolled_back:  # noqa: ASYNC110 - it is the clients' doing
-                    await asyncio.sleep(0)
+                    await asyncio.sleep(0.001)
             assert hosted.host.current.number == back_to
         else:
             with pytest.raises(ProgramError):
