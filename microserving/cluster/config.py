@@ -51,6 +51,7 @@ OWNED_ROUTER_FIELDS: Mapping[str, str] = MappingProxyType(
     }
 )
 """The same for ``RouterConfig`` and `[router]`."""
+_KEY_FILES = ("admin_key_file", "api_key_file", "engine_api_key_file")
 
 
 def _checked_address(text: str) -> str:
@@ -223,10 +224,11 @@ def _located(config: ClusterConfig, directory: Path) -> ClusterConfig:
         model = model.model_copy(update={"name": str(directory / model.name)})
     if router is not None and router.program is not None and router.program.endswith(".py"):
         router = router.model_copy(update={"program": str(directory / router.program)})
-    key_file = None if router is None else (router.model_extra or {}).get("admin_key_file")
-    if router is not None and key_file is not None:
-        path = directory / Path(key_file).expanduser()
-        router = router.model_copy(update={"admin_key_file": str(path)})
+    extra = {} if router is None else router.model_extra or {}
+    files = {name: extra[name] for name in _KEY_FILES if extra.get(name) is not None}
+    if router is not None and files:
+        found = {name: str(directory / Path(file).expanduser()) for name, file in files.items()}
+        router = router.model_copy(update=found)
     return config.model_copy(update={"cluster": cluster, "model": model, "router": router})
 
 

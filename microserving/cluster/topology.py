@@ -15,6 +15,7 @@ from pydantic import BaseModel, ValidationError
 from microserving.cluster.addresses import Address, claim_ports, parse_address
 from microserving.cluster.config import ClusterConfig, RouterSection
 from microserving.cluster.runtime_dir import ADMIN_SOCKET
+from microserving.cluster.supervisor import FIRST_STOP_S
 from microserving.engine.config import EngineConfig
 from microserving.errors import ConfigError
 from microserving.router.config import RouterConfig
@@ -135,6 +136,7 @@ def _router_node(
         "port": address.port,
         "cluster_secret_file": common["cluster_secret_file"],
         "admin_socket": common["runtime_dir"] / ADMIN_SOCKET,
+        "shutdown_timeout_s": FIRST_STOP_S / 2,  # its engines are told soon after it
     }
     try:
         return RouterNode(RouterConfig.model_validate(settings | (section.model_extra or {})), address)

@@ -132,7 +132,7 @@ class RouterFigures:
         figures.put(names.ROUTER_ROLLBACKS, self._host.rollbacks)
         for peer in self._registry.peers:
             engine = peer.client.info.engine_id if peer.client.info is not None else "unknown"
-            figures.put(names.ROUTER_ENGINE_UP, peer.status == "up", engine, peer.client.role)
+            figures.put(names.ROUTER_ENGINE_UP, int(peer.status == "up"), engine, peer.client.role)
             figures.put(names.ROUTER_ENGINE_REQUESTS, peer.client.in_flight, engine, peer.client.role)
         return figures
 
