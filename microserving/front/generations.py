@@ -10,8 +10,8 @@ import asyncio
 import dataclasses
 import secrets
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence
-from contextlib import aclosing, asynccontextmanager
+from collections.abc import AsyncGenerator, Mapping, Sequence
+from contextlib import aclosing
 
 from microserving.errors import ContextLengthExceeded, DeadlineExceeded, InternalError, InvalidRequest
 from microserving.front.backend import Backend
@@ -114,12 +114,17 @@ async def _indexed(
     """One generation, held to the backend's promise: one finish reason, on the last chunk, ``preempt`` only when the
     request asks for it."""
     finished = False
-    async with _closing(backend.generate(request)) as chunks:
+    chunks = backend.generate(request)
+    try:
         async for chunk in chunks:
             if finished or (chunk.finish_reason == "preempt" and request.preemption != "return"):
                 raise InternalError("the backend broke the order of its chunks")
             finished = chunk.finish_reason is not None
             yield index, chunk
+    finally:
+        close = getattr(chunks, "aclose", None)  # an async generator has it
+        if close is not None:
+            await close()
     if not finished:
         raise InternalError("the backend ended a generation without a finish reason")
 
@@ -166,14 +171,3 @@ def _from_now(request: GenerationRequest, since: float) -> GenerationRequest:
     if left <= 0:
         raise DeadlineExceeded("the request took longer than its timeout")
     return dataclasses.replace(request, timeout_s=left)
-
-
-@asynccontextmanager
-async def _closing(chunks: AsyncIterator[GenerationChunk]) -> AsyncIterator[AsyncIterator[GenerationChunk]]:
-    """``chunks``, closed on the way out when it can be (an async generator can)."""
-    try:
-        yield chunks
-    finally:
-        close = getattr(chunks, "aclose", None)
-        if close is not None:
-            await close()

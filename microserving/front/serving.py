@@ -12,6 +12,7 @@ import math
 import os
 import signal
 import socket
+import sys
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Generator
 from typing import Any, Final
 
@@ -103,9 +104,17 @@ async def serving_beside(app: ASGIApp, listener: socket.socket) -> AsyncIterator
 
 
 def run_on_uvloop(main: Coroutine[Any, Any, None]) -> None:
-    """``asyncio.run`` on a uvloop event loop."""
+    """``asyncio.run`` on a uvloop event loop.
+
+    The loop does not keep a list of all async generators (a request has ten): each is closed by who made it.
+    """
+
+    async def run() -> None:
+        sys.set_asyncgen_hooks(firstiter=None)
+        await main
+
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-        runner.run(main)
+        runner.run(run())
 
 
 class _Server(uvicorn.Server):

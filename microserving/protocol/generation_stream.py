@@ -5,7 +5,7 @@ Read with msgspec, because a router reads one event for every token of every cli
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, Final
 
 import msgspec
@@ -135,9 +135,11 @@ def _finish_reason(value: str) -> FinishReason:
 
 def _with_usage(chunk: GenerationChunk, usage: _Usage) -> GenerationChunk:
     details = usage.prompt_tokens_details
-    return replace(
-        chunk,
-        prompt_tokens=usage.prompt_tokens or 0,
-        completion_tokens=usage.completion_tokens or 0,
-        cached_tokens=0 if details is None else details.cached_tokens or 0,
+    return GenerationChunk(
+        chunk.text,
+        chunk.token_ids,
+        chunk.finish_reason,
+        usage.prompt_tokens or 0,
+        usage.completion_tokens or 0,
+        0 if details is None else details.cached_tokens or 0,
     )

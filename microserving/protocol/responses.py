@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, Final, Literal
 
 import msgspec
@@ -77,10 +78,12 @@ class AnswerShape:
         self._constants: dict[str, Any] = {"id": answer_id, "created": created, "model": model}
         self._token_ids = token_ids
         self._include_usage = include_usage
-        chunk_object = "chat.completion.chunk" if self._chat else "text_completion"
-        head = dump({**self._constants, "object": chunk_object})
-        self._head = head[:-1] + b',"choices":'
         self._tail = b',"usage":null}' if include_usage else b"}"
+
+    @cached_property
+    def _head(self) -> bytes:
+        chunk_object = "chat.completion.chunk" if self._chat else "text_completion"
+        return _encode({**self._constants, "object": chunk_object})[:-1] + b',"choices":'
 
     def chunks(self, index: int, chunk: GenerationChunk, *, first: bool) -> list[bytes]:
         """The stream chunks for one piece of choice ``index``; ``first``: nothing of this choice was sent before.

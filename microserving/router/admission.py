@@ -26,6 +26,8 @@ LEVELS: Final[tuple[tuple[float, LoadLevel], ...]] = ((0.5, "low"), (0.8, "moder
 """Up to which share of the capacity a level goes; from 1 on the load is critical: nothing more is dispatched."""
 _LOOK_AGAIN_S: Final = 0.1
 """While requests wait: how soon news of the engines' load are looked at."""
+_LOADS_S: Final = 0.05
+"""How long the engines' load is not looked up again."""
 _RETRY_AFTER_S: Final = 1.0
 
 
@@ -106,6 +108,8 @@ class Admission:
         self._queue = FairQueue(settings.queue_size)
         self._timer: asyncio.TimerHandle | None = None
         self._closed = False
+        self._engines = 0.0
+        self._stale_at = 0.0
         self._idle: asyncio.Future[None] | None = None
 
     @property
@@ -187,9 +191,14 @@ class Admission:
             self._timer = None
 
     def _engine_load(self) -> float:
-        """Of the engine that is least busy: a request goes where there is room."""
-        full = self._settings.max_engine_waiting
-        return min((load.waiting / full for load in self._loads()), default=0.0)
+        """Of the engine that is least busy: a request goes where there is room. Looked up now and then only: engines
+        tell it every few seconds."""
+        now = asyncio.get_running_loop().time()
+        if now >= self._stale_at:
+            full = self._settings.max_engine_waiting
+            self._engines = min((load.waiting / full for load in self._loads()), default=0.0)
+            self._stale_at = now + _LOADS_S
+        return self._engines
 
     def _let_in(self) -> None:
         while self._queue and self.load < 1.0:

@@ -353,6 +353,10 @@ class _Connection(asyncio.Protocol):
             self._transport.pause_reading()
         if self._has_head:
             self._wake()
+            return
+        self._head_bytes += len(data)
+        if self._head_bytes > MAX_HEAD_BYTES:
+            self.fail(BrokenConnectionError("the answer's head is too large"))
 
     def eof_received(self) -> None:
         return None  # the transport closes
@@ -375,9 +379,6 @@ class _Connection(asyncio.Protocol):
             raise BrokenConnectionError("an answer that nobody asked for")
 
     def on_header(self, name: bytes, value: bytes) -> None:
-        self._head_bytes += len(name) + len(value)
-        if self._head_bytes > MAX_HEAD_BYTES:
-            raise BrokenConnectionError("the answer's head is too large")
         self.headers[name.lower()] = value
 
     def on_headers_complete(self) -> None:

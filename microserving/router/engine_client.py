@@ -116,8 +116,9 @@ class HttpEngineClient(EngineClient):
     # What programs call
 
     async def prep_recv(self, request: Request, *, end: int) -> Received:
-        content = await self._ask("prep_recv", request, {"end": end}, self._timeouts.prep_recv)
-        answer = self._read(verb_answers.PREP_RECV, content)
+        answer = await self._ask(
+            "prep_recv", request, {"end": end}, verb_answers.PREP_RECV, self._timeouts.prep_recv
+        )
         resolved = end + request.prompt_length if end < 0 else end
         if answer.prefix_matched_length > resolved:
             raise self._http.broken(f"matched {answer.prefix_matched_length} of {resolved} tokens")
@@ -135,8 +136,10 @@ class HttpEngineClient(EngineClient):
             "kv_addr_info": to.kv_append_metadata,
             "recv_rank": to.rank,
         }
-        content = await self._ask("remote_send", request, fields, self._timeouts.stage)
-        return self._read(verb_answers.REMOTE_SEND, content).result()
+        answer = await self._ask(
+            "remote_send", request, fields, verb_answers.REMOTE_SEND, self._timeouts.stage
+        )
+        return answer.result()
 
     async def start_generate(self, request: Request, *, begin: int = 0) -> AsyncIterator[GenerationChunk]:
         reader = GenerationStreamReader(request.prompt_length, len(request.resume_output_ids))
@@ -284,15 +287,17 @@ class HttpEngineClient(EngineClient):
         return result
 
     async def _ask(
-        self, verb: str, request: Request, fields: Mapping[str, object], timeout_s: float
-    ) -> bytes:
+        self,
+        verb: str,
+        request: Request,
+        fields: Mapping[str, object],
+        decoder: msgspec.json.Decoder[ReplyT],
+        timeout_s: float,
+    ) -> ReplyT:
+        """As ``_verb``, for what every request needs."""
         self._http.check_open()
         with _Judged(self):
-            return await self._http.fetch(_path(verb), self._body(request, fields), timeout_s=timeout_s)
-
-    def _read(self, decoder: msgspec.json.Decoder[ReplyT], content: bytes) -> ReplyT:
-        """What ``_ask`` got."""
-        with _Judged(self):
+            content = await self._http.fetch(_path(verb), self._body(request, fields), timeout_s=timeout_s)
             try:
                 reply = decoder.decode(content)
             except msgspec.ValidationError as error:
@@ -327,7 +332,7 @@ class _Judged:
         return None
 
     def __exit__(self, _kind: object, error: BaseException | None, _trace: object) -> None:
-        if isinstance(error, EngineUnavailable) and not isinstance(error, ShuttingDown):
+        if error is not None and isinstance(error, EngineUnavailable) and not isinstance(error, ShuttingDown):
             self._client._on_outcome(self._client, False)
 
 

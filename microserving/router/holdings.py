@@ -10,10 +10,9 @@ import asyncio
 import inspect
 import logging
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Coroutine
-from dataclasses import replace
 from typing import Any, Literal, TypeVar
 
-from microserving.errors import EngineUnavailable, MicroservingError
+from microserving.errors import EngineUnavailable, MicroservingError, Overloaded
 from microserving.policies import EngineLoad, PrefixIndex
 from microserving.program import EngineClient, EngineRole, Received, Request
 from microserving.protocol.generation import GenerationChunk, RemoteSendResult
@@ -142,10 +141,10 @@ class Holdings:
 
     def blame(self, error: MicroservingError, engine: EngineClient, receiver: EngineClient | None) -> None:
         """``engine`` failed with ``error``; the request's next attempt does without it. Of a transfer nobody knows which
-        end failed."""
+        end failed, unless the sender is full: the receiver has made room."""
         if is_engines_fault(error):
             self.failed.add(engine)
-            if receiver is not None:
+            if receiver is not None and not isinstance(error, Overloaded):
                 self.failed.add(receiver._inner if isinstance(receiver, HeldEngine) else receiver)
 
     def found_cached(self, engine: EngineClient, request: Request, tokens: int) -> None:
@@ -216,7 +215,14 @@ class HeldEngine(EngineClient):
         self._holdings.record.reserved(received.end, received.prefix_matched_length)
         self._holdings.found_cached(self._inner, request, received.prefix_matched_length)
         self._holdings.keep_alive(received, self._inner, request)
-        return replace(received, engine=self)
+        return Received(
+            received.kv_append_metadata,
+            received.prefix_matched_length,
+            received.end,
+            self,
+            received.rank,
+            received.lease_ttl_s,
+        )
 
     async def _remote_send(self, request: Request, to: Received) -> RemoteSendResult:
         if to.complete:
@@ -315,7 +321,9 @@ class _Holding:
 
 
 async def close(chunks: AsyncIterator[Any]) -> None:
-    """Close ``chunks`` when it can be closed (an async generator can)."""
+    """Close ``chunks`` when it can be closed (an async generator can), unless it has ended."""
+    if getattr(chunks, "ag_frame", chunks) is None:
+        return
     aclose = getattr(chunks, "aclose", None)
     if aclose is not None:
         await aclose()
@@ -323,6 +331,8 @@ async def close(chunks: AsyncIterator[Any]) -> None:
 
 async def close_within(chunks: AsyncIterator[Any], timeout_s: float) -> None:
     """``close``, but bounded, and an error is only logged: there is nobody left to tell."""
+    if getattr(chunks, "ag_frame", chunks) is None:
+        return
     try:
         async with asyncio.timeout(timeout_s):
             await close(chunks)

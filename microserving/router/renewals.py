@@ -28,20 +28,32 @@ class Renewals:
     def __init__(self, sleep: Callable[[float], Awaitable[None]] = asyncio.sleep) -> None:
         self._sleep = sleep
         self._tasks: dict[_Key, asyncio.Task[None]] = {}
+        self._timers: dict[_Key, asyncio.TimerHandle] = {}
         self._ending: set[asyncio.Task[None]] = set()
 
     def __len__(self) -> int:
         """Reservations that are being kept alive."""
-        return len(self._tasks)
+        return len(self._tasks) + len(self._timers)
 
     def start(self, engine: EngineClient, request: Request, lease_ttl_s: float) -> None:
         """Renew from now on. lease_ttl_s: what the engine said when it made the reservation."""
         self.stop(engine, request.request_id)
-        keeping = asyncio.create_task(self._keep(engine, request, lease_ttl_s))
-        self._tasks[engine, request.request_id] = keeping
+        key = engine, request.request_id
+        if (
+            self._sleep is asyncio.sleep
+        ):  # most reservations are used long before: a timer costs less than a task
+            loop = asyncio.get_running_loop()
+            self._timers[key] = loop.call_later(
+                _pause_s(lease_ttl_s), self._due, engine, request, lease_ttl_s
+            )
+        else:
+            self._tasks[key] = asyncio.create_task(self._keep(engine, request, lease_ttl_s))
 
     def stop(self, engine: EngineClient, request_id: str) -> None:
         """The reservation is used or given back. Idempotent."""
+        timer = self._timers.pop((engine, request_id), None)
+        if timer is not None:
+            timer.cancel()
         task = self._tasks.pop((engine, request_id), None)
         if task is not None:
             task.cancel()
@@ -50,15 +62,24 @@ class Renewals:
 
     async def close(self) -> None:
         """Stop all, and wait until no renewal is on its way any more. Idempotent."""
-        for engine, request_id in list(self._tasks):
+        for engine, request_id in [*self._tasks, *self._timers]:
             self.stop(engine, request_id)
         if self._ending:
             await asyncio.wait(self._ending)
 
-    async def _keep(self, engine: EngineClient, request: Request, lease_ttl_s: float) -> None:
+    def _due(self, engine: EngineClient, request: Request, lease_ttl_s: float) -> None:
+        key = engine, request.request_id
+        del self._timers[key]
+        self._tasks[key] = asyncio.create_task(self._keep(engine, request, lease_ttl_s, waited=True))
+
+    async def _keep(
+        self, engine: EngineClient, request: Request, lease_ttl_s: float, *, waited: bool = False
+    ) -> None:
         """Ends when the engine refuses or knows no renewal: the verbs then fail by themselves, if they do."""
         while True:
-            await self._sleep(max(lease_ttl_s / PER_LEASE, SHORTEST_S))
+            if not waited:
+                await self._sleep(_pause_s(lease_ttl_s))
+            waited = False
             try:
                 renewed = await engine.renew(request)
             except MicroservingError as error:
@@ -71,3 +92,7 @@ class Renewals:
                 if renewed is None:
                     return
                 lease_ttl_s = renewed
+
+
+def _pause_s(lease_ttl_s: float) -> float:
+    return max(lease_ttl_s / PER_LEASE, SHORTEST_S)

@@ -47,10 +47,13 @@ def test_levels_follow_what_is_admitted_and_what_waits_in_engines() -> None:
         for _ in range(10):
             admission.leave()
         loads[:] = [EngineLoad(waiting=4), EngineLoad(waiting=3)]
+        await asyncio.sleep(0.1)
         assert (admission.level, admission.load) == ("moderate", 0.75)  # one engine has room
         loads[:] = [EngineLoad(waiting=4)] * 2
+        await asyncio.sleep(0.1)
         assert admission.level == "critical"
         loads.clear()  # no engine: not for the queue to tell
+        await asyncio.sleep(0.1)
         assert admission.level == "low"
 
     scenario(run)
