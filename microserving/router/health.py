@@ -19,7 +19,6 @@ from microserving.protocol.microserving import EngineInfo
 from microserving.router.engine_registry import EngineRegistry, Peer, check_startup
 from microserving.router.loop_lag import LoopLag
 from microserving.tokenizer import Tokenizer
-from microserving.tokenizer.loading import from_directory
 
 _logger = logging.getLogger(__name__)
 
@@ -63,7 +62,7 @@ class HealthMonitor:
         self.model: ServedModel | None = None
         if served_model is not None:
             self.model = ServedModel(id=served_model, max_context=0, created=0)
-        self._local_tokenizer = None if tokenizer_dir is None else from_directory(tokenizer_dir)
+        self._local_tokenizer = None if tokenizer_dir is None else _tokenizer_in(tokenizer_dir)
         self.tokenizer: Tokenizer | None = self._local_tokenizer
         self._served_model = served_model
         self._registry = registry
@@ -192,3 +191,9 @@ class HealthMonitor:
         if self._local_tokenizer is None:
             raise ModelLoadError("it cannot give its tokenizer: tokenizer_dir must name one")
         return self._local_tokenizer
+
+
+def _tokenizer_in(directory: Path) -> Tokenizer:
+    from microserving.tokenizer.loading import from_directory  # reads model files: few routers need that
+
+    return from_directory(directory)
