@@ -200,6 +200,9 @@ async def stream_answer(
     started: set[int] = set()
     async with run_generations(backend, requests, concurrency) as chunks:
         async for index, chunk in chunks:
+            if index in started and (event := shape.next_event(index, chunk)) is not None:
+                await exchange.send_event(event)
+                continue
             events = shape.chunks(index, chunk, first=index not in started)
             if events:
                 started.add(index)

@@ -78,6 +78,7 @@ class AnswerShape:
         self._constants: dict[str, Any] = {"id": answer_id, "created": created, "model": model}
         self._token_ids = token_ids
         self._include_usage = include_usage
+        self._around: dict[int, tuple[bytes, bytes]] = {}
         self._tail = b',"usage":null}' if include_usage else b"}"
 
     @cached_property
@@ -92,6 +93,22 @@ class AnswerShape:
         """
         choices = self._chat_choices(index, chunk, first) if self._chat else self._text_choices(index, chunk)
         return [b"%b[%b]%b" % (self._head, _encode(choice), self._tail) for choice in choices]
+
+    def next_event(self, index: int, chunk: GenerationChunk) -> bytes | None:
+        """The event of a piece in the middle of choice ``index``, as it nearly always is; None when it is another one,
+        which needs ``chunks``."""
+        if not chunk.text or chunk.finish_reason is not None or self._token_ids:
+            return None
+        parts = self._around.get(index)
+        if parts is None:
+            parts = self._around[index] = self._middle(index)
+        return b"%b%b%b" % (parts[0], _encode(chunk.text), parts[1])
+
+    def _middle(self, index: int) -> tuple[bytes, bytes]:
+        """What is before and behind the text."""
+        text, behind = (b'"delta":{"content":', b"}") if self._chat else (b'"text":', b"")
+        before = b'data: %b[{"index":%d,%b' % (self._head, index, text)
+        return before, b'%b,"logprobs":null,"finish_reason":null}]%b\n\n' % (behind, self._tail)
 
     def usage_chunk(self, usage: Usage) -> bytes | None:
         """The one usage chunk, which goes last; None when it was not asked for."""

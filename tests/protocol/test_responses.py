@@ -105,3 +105,17 @@ def test_usage_counts_a_prompts_cached_tokens_once() -> None:
 def test_strict_json_always() -> None:
     with pytest.raises(ValueError):
         dump({"logprob": float("-inf")})
+
+
+@pytest.mark.parametrize("kind", ["completion", "chat"])
+@pytest.mark.parametrize("usage", [False, True])
+@pytest.mark.parametrize("text", ["a", 'é"\\\n\x00\u2028', "😀"])
+def test_the_short_way_to_an_event_writes_the_same_bytes(kind: Kind, usage: bool, text: str) -> None:
+    answer = shape(kind, usage=usage)
+    for index in (0, 3):
+        chunk = GenerationChunk(text, (5,))
+        (slow,) = answer.chunks(index, chunk, first=False)
+        assert answer.next_event(index, chunk) == b"data: " + slow + b"\n\n"
+    assert shape(kind, ids=True).next_event(0, GenerationChunk(text, (5,))) is None
+    assert answer.next_event(0, GenerationChunk(text, (5,), "stop")) is None
+    assert answer.next_event(0, GenerationChunk("", (5,))) is None
