@@ -168,7 +168,7 @@ class Dispatcher:
             self._in_flight,
             record=record,
             without=journey.excluded if beside is None else journey.excluded | beside.engines,
-            strictly=beside is not None or journey.overload is not None,
+            strictly=beside is not None or journey.spares_the_full,
             deadline=journey.deadline,
             stall_s=self._settings.stall_timeout_s,
         )
@@ -216,7 +216,7 @@ class Dispatcher:
         if not self._accepting or delivery.finished or (delivery.begun and not delivery.resumable):
             return False
         if isinstance(failure, NoEngine):
-            if journey.looked or journey.overload is not None:
+            if journey.looked or journey.spares_the_full:
                 return False
         elif isinstance(failure, InternalError):
             if attempt.outcome != "program_failed" or not self._host.has_other_than(attempt.program):

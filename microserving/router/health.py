@@ -148,10 +148,13 @@ class HealthMonitor:
             task.cancel()
 
     async def _keep_probing(self, peer: Peer) -> None:
-        """Every ``interval_s``, and sooner when something is wrong, but not more often than ``REFRESH_GAP_S``."""
+        """Every ``interval_s``, and sooner when something is wrong, but not more often than ``REFRESH_GAP_S``: requests
+        wait for an engine that was silent once."""
         while True:
             await self.probe(peer)
             peer.suspect.clear()
+            if peer.state == "up" and peer.misses:
+                peer.suspect.set()
             await asyncio.sleep(min(REFRESH_GAP_S, self._settings.interval_s))
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(max(0.0, self._settings.interval_s - REFRESH_GAP_S)):

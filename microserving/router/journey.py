@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 from dataclasses import replace
 
-from microserving.errors import InternalError, MicroservingError, Overloaded
+from microserving.errors import InternalError, MicroservingError, NoEngine, Overloaded
 from microserving.program import EngineClient, Request
 from microserving.program.metrics import ClusterMetrics
 from microserving.protocol.generation import GenerationRequest
@@ -25,8 +25,9 @@ class Journey:
     """default_timeout_s: for a request that brings none.
 
     failures: attempts in a row that gave no new token. excluded: engines that failed this request. overload: an engine
-    was full, and how it said so; those in ``excluded`` are then not asked again even when there are no others. looked:
-    whether engines were looked for because there was none. next_look: at which ``delivery.count`` the pace is measured. failed_program: the program that failed it last.
+    was full when it was asked last, and how it said so; those in ``excluded`` are then not asked again even when there
+    are no others. looked: whether engines were looked for because there was none. next_look: at which
+    ``delivery.count`` the pace is measured. failed_program: the program that failed it last.
     """
 
     def __init__(
@@ -38,6 +39,7 @@ class Journey:
         self.record = record
         self.failures = 0
         self.excluded: set[EngineClient] = set()
+        self._full: set[EngineClient] = set()
         self.overload: MicroservingError | None = None
         self.looked = False
         self.failed_program: LoadedProgram | None = None
@@ -46,6 +48,11 @@ class Journey:
         self.next_look = 0
         self._looked_at = 0.0
         self._looked_at_count = 0
+
+    @property
+    def spares_the_full(self) -> bool:
+        """Whether engines that are full are not asked again. An output that has begun is worth another try."""
+        return self.overload is not None and not self.delivery.begun
 
     @property
     def remaining_s(self) -> float | None:
@@ -95,4 +102,8 @@ class Journey:
         self.excluded |= attempt.failed
         if isinstance(error, Overloaded):
             self.overload = error
+            self._full |= attempt.failed
+            self.excluded = set(self._full)  # those that failed otherwise may have room
+        elif not isinstance(error, NoEngine):
+            self.overload = None
         self.failed_program = attempt.program if isinstance(error, InternalError) else None

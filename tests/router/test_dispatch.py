@@ -227,6 +227,19 @@ def test_a_full_engine_is_not_asked_twice() -> None:
     run(scenario)
 
 
+def test_an_output_that_has_begun_is_tried_again_on_a_full_engine() -> None:
+    """There is no other one, and its client has seen a part."""
+
+    async def scenario() -> None:
+        cluster = FaultyCluster(Script(3, "full"), prefill=0, decode=1)
+        hosted = Hosted("round_robin", cluster)
+        assert_whole(await collect(hosted.dispatcher.generate(generation())))
+        assert [verb for _, verb in cluster.calls] == ["start_generate", "start_generate"]
+        await hosted.settle()
+
+    run(scenario)
+
+
 @pytest.mark.parametrize("error", [InvalidRequest("no", param="stop"), ShuttingDown()])
 def test_what_no_other_engine_would_do_better(error: MicroservingError) -> None:
     """A refusal of the request itself; any failure once the router stops."""
