@@ -15,9 +15,34 @@ from typing import Any
 
 import pytest
 
-from .processes import Process, free_port, is_ready
+from .processes import Process, completion, free_port, is_ready, token_ids
 
 START_TIMEOUT_S = 240
+TIGHT_PAGES = 48
+PAGE_BYTES = 16 * 30 * 2 * 3 * 64 * 2
+"""16 positions, 30 layers, K and V, 3 heads of 64 float16: of the default model."""
+TIGHT = f"""\
+[cluster]
+name = "tight"
+
+[engine]
+lease_ttl_s = 1.0
+memory_threshold = 1.0
+chunk_size_tokens = 64
+
+[router]
+program = "prefill_decode"
+
+[[nodes]]
+id = "prefill-0"
+role = "prefill"
+resources.memory_bytes = {TIGHT_PAGES * PAGE_BYTES}
+
+[[nodes]]
+id = "decode-0"
+role = "decode"
+resources.memory_bytes = {TIGHT_PAGES * PAGE_BYTES}
+"""
 
 
 @dataclass
@@ -101,9 +126,34 @@ def cluster(start: Starter) -> Cluster:
 
 
 @pytest.fixture(scope="session")
+def tight(start: Starter, tmp_path_factory: pytest.TempPathFactory) -> Cluster:
+    """A cluster of its own with little memory, short leases and small chunks, for tests that stop and kill engines.
+
+    Such a test leaves it as it found it: `processes.wait_served`.
+    """
+    config = tmp_path_factory.mktemp("tight") / "tight.toml"
+    config.write_text(TIGHT)
+    return start.up(str(config))
+
+
+@pytest.fixture(scope="session")
 def hybrid(start: Starter) -> str:
-    """The address of one engine alone: what every path is compared with."""
-    return start.server("serve", "--threads", "1", "--node-id", "hybrid-0")
+    """The address of one engine alone, without a prefix cache: what every path is compared with."""
+    return start.server("serve", "--threads", "1", "--node-id", "hybrid-0", "--prefix-cache", "off")
+
+
+@pytest.fixture(scope="session")
+def alone(hybrid: str) -> Callable[..., list[int]]:
+    """The token ids of a completion by the ``hybrid`` engine; asked once for the same body."""
+    known: dict[str, list[int]] = {}
+
+    def alone(**body: Any) -> list[int]:
+        key = json.dumps(body, sort_keys=True)
+        if key not in known:
+            known[key] = token_ids(completion(hybrid, **body))
+        return known[key]
+
+    return alone
 
 
 @pytest.fixture(scope="session")

@@ -126,6 +126,25 @@ def _is_idle(values: Mapping[str, Any]) -> bool:
     return at_rest and values["free_pages"] + values["cached_pages"] == values["total_pages"]
 
 
+def wait_until(condition: Callable[[], bool], timeout_s: float, what: str) -> None:
+    deadline = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < deadline, f"not within {timeout_s} s: {what}"
+        time.sleep(0.005)
+
+
+def resident_bytes(pid: int) -> int:
+    """The memory of a process that is its own: not the KV pools and libraries that it shares with others."""
+    fields = dict(
+        line.split(":", 1) for line in Path(f"/proc/{pid}/status").read_text().splitlines() if ":" in line
+    )
+    return int(fields["RssAnon"].split()[0]) * 1024
+
+
+def verb(url: str, name: str, **body: Any) -> httpx.Response:
+    return httpx.post(f"{url}/microserving/{name}", json={"model": MODEL, **body}, timeout=60)
+
+
 def completion(url: str, timeout_s: float = 100, **body: Any) -> dict[str, Any]:
     """A non-streamed `/v1/completions` answer with token ids; asserts 200."""
     request = {"model": MODEL, "return_token_ids": True, **body}

@@ -6,7 +6,6 @@ import json
 import os
 import signal
 import time
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -14,7 +13,7 @@ import httpx
 import pytest
 
 from .conftest import Cluster, Starter
-from .processes import MODEL, completion, load
+from .processes import MODEL, completion, load, wait_until
 from .prompts import ids
 
 ERROR_WITHIN_S = 5
@@ -31,13 +30,6 @@ def alive(pid: int) -> bool:
     except ProcessLookupError:
         return False
     return True
-
-
-def wait_until(condition: Callable[[], bool], timeout_s: float, what: str) -> None:
-    deadline = time.monotonic() + timeout_s
-    while not condition():
-        assert time.monotonic() < deadline, f"not within {timeout_s} s: {what}"
-        time.sleep(0.02)
 
 
 def pids(cluster: Cluster) -> list[int]:
