@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import secrets
 import statistics
 from collections.abc import Callable
 from typing import Any
@@ -30,7 +31,9 @@ def test_each_engine_computed_its_part(
 ) -> None:
     url = router_for("balanced_prefill_decode", factor)
     prefill, decode = counters(cluster.prefill), counters(cluster.decode)
-    completion(url, prompt=ids(length, seed=length), max_tokens=3, temperature=0, ignore_eos=True)
+    salt = secrets.token_hex(8)  # nothing is cached
+    prompt = ids(length, seed=length)
+    completion(url, prompt=prompt, max_tokens=3, temperature=0, ignore_eos=True, cache_salt=salt)
     after_prefill, after_decode = counters(cluster.prefill), counters(cluster.decode)
     end = window_end(length, factor)
     assert difference(prefill, after_prefill, "prompt_tokens_computed") == end
@@ -46,7 +49,8 @@ def test_each_engine_computed_its_part(
 
 def remote_send(cluster: Cluster, length: int, **extra: Any) -> dict[str, Any]:
     """prep_recv, remote_send and abort of one prompt, by hand; the answer of remote_send."""
-    body = {"model": MODEL, "prompt": ids(length), "request_id": f"by-hand-{length}"}
+    salt = secrets.token_hex(8)  # nothing is cached
+    body = {"model": MODEL, "prompt": ids(length), "request_id": f"by-hand-{length}", "cache_salt": salt}
     with httpx.Client(timeout=60) as client:
         received = client.post(
             f"{cluster.decode}/microserving/prep_recv", json={**body, "end": length}
