@@ -23,7 +23,7 @@ LEVELS: tuple[frozenset[str], ...] = (
     frozenset({"program"}),
     frozenset({"engine"}),
     frozenset({"server", "router"}),
-    frozenset({"cluster"}),
+    frozenset({"cluster", "testing"}),
     frozenset({"cli"}),
 )
 """Lower may not import higher; those on one level may not import each other."""
