@@ -13,6 +13,7 @@ import json
 import os
 import statistics
 import sys
+import threading
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -79,8 +80,8 @@ def measure(programs: Programs, router: Router, sizes: Sizes) -> Turn:
     )
 
 
-def compare(programs: Programs, names: Sequence[str], sizes: Sizes) -> dict[str, dict[str, float]]:
-    """Router -> figure -> median over the rounds."""
+def compare(programs: Programs, names: Sequence[str], sizes: Sizes) -> dict[str, list[Turn]]:
+    """Router -> its turn in every round."""
     turns: dict[str, list[Turn]] = {name: [] for name in names}
     with ExitStack() as stack:
         engines = stack.enter_context(programs.engines(PACE))
@@ -90,6 +91,11 @@ def compare(programs: Programs, names: Sequence[str], sizes: Sizes) -> dict[str,
         for _ in range(sizes.rounds):
             for router in routers:
                 turns[router.name].append(measure(programs, router, sizes))
+    return turns
+
+
+def medians_of(turns: Mapping[str, Sequence[Turn]]) -> dict[str, dict[str, float]]:
+    """Router -> figure -> median over the rounds."""
     figures = Turn.__dataclass_fields__
     return {
         name: {figure: statistics.median(getattr(turn, figure) for turn in of) for figure in figures}
@@ -100,19 +106,14 @@ def compare(programs: Programs, names: Sequence[str], sizes: Sizes) -> dict[str,
 def many_streams(programs: Programs, sizes: Sizes) -> dict[str, float]:
     """1,000 streams at once through ours. The delay is the age of an event when the client has it."""
     body = {**WHOLE, "stream": True, "max_tokens": sizes.many_events}
-    direct, memory = {**body, "max_tokens": 20}, []
+    direct = {**body, "max_tokens": 20}
     with programs.engines(MANY_PACE) as engines, running(OURS, engines) as router:
         programs.load(router.port, connections=32, requests=2000, body=WHOLE)
         rest = router.memory()
-        alone = _good(
-            programs.load(engines[1], connections=MANY_STREAMS, requests=MANY_STREAMS, body=direct)
-        )
+        alone = _good(programs.load(engines[1], connections=MANY_STREAMS, requests=MANY_STREAMS, body=direct))
         before = router.cpu_s()
         with _Sampler(router) as sampler:
-            streams = programs.load(
-                router.port, connections=MANY_STREAMS, requests=MANY_STREAMS, body=body
-            )
-        memory.append(sampler.most - rest)
+            streams = programs.load(router.port, connections=MANY_STREAMS, requests=MANY_STREAMS, body=body)
         cpu_s = router.cpu_s() - before
     return {
         "streams": MANY_STREAMS,
@@ -121,7 +122,7 @@ def many_streams(programs: Programs, sizes: Sizes) -> dict[str, float]:
         "events_per_s": streams["events"] / streams["seconds"],
         "added_delay_p50_us": streams["event_us_p50"] - alone["event_us_p50"],
         "added_delay_p99_us": streams["event_us_p99"] - alone["event_us_p99"],
-        "memory_per_stream": max(memory) / MANY_STREAMS,
+        "memory_per_stream": (sampler.most - rest) / MANY_STREAMS,
         "cpu_per_event": cpu_s / streams["events"] * 1e6,
     }
 
@@ -130,8 +131,6 @@ class _Sampler:
     """Notes the most memory that a router has while the context lasts."""
 
     def __init__(self, router: Router) -> None:
-        import threading
-
         self.most = 0
         self._router = router
         self._ended = threading.Event()
@@ -150,21 +149,26 @@ class _Sampler:
             self.most = max(self.most, self._router.memory())
 
 
-def ratios(medians: Mapping[str, Mapping[str, float]]) -> dict[str, float]:
-    """Ours / the faster peer."""
-    ours, peers = medians[OURS], [medians[name] for name in PEERS if name in medians]
+def ratios(turns: Mapping[str, Sequence[Turn]]) -> dict[str, float]:
+    """Ours / the faster peer: the median of the rounds' own ratios, so that a busy minute counts once."""
+    rounds = [
+        (ours, peers) for ours, *peers in zip(turns[OURS], *(turns[name] for name in PEERS), strict=True)
+    ]
     return {
-        "rps32": ours["rps32"] / max(peer["rps32"] for peer in peers),
-        "p50": ours["p50_us"] / min(peer["p50_us"] for peer in peers),
-        "cpu_per_event": ours["cpu_per_event"] / min(peer["cpu_per_event"] for peer in peers),
+        "rps32": statistics.median(ours.rps32 / max(peer.rps32 for peer in peers) for ours, peers in rounds),
+        "p50": statistics.median(ours.p50_us / min(peer.p50_us for peer in peers) for ours, peers in rounds),
+        "cpu_per_event": statistics.median(
+            ours.cpu_per_event / min(peer.cpu_per_event for peer in peers) for ours, peers in rounds
+        ),
     }
 
 
-def report(medians: Mapping[str, Mapping[str, float]], streams: Mapping[str, float] | None) -> dict[str, Any]:
+def report(turns: Mapping[str, Sequence[Turn]], streams: Mapping[str, float] | None) -> dict[str, Any]:
+    medians = medians_of(turns)
     peers = {name: dict(of) for name, of in medians.items() if name != OURS}
     result: dict[str, Any] = {"rps32": medians[OURS]["rps32"], "ours": dict(medians[OURS]), "peers": peers}
     if peers:
-        result["ratio"] = ratios(medians)
+        result["ratio"] = ratios(turns)
     result["rps32_over_mlc"] = medians[OURS]["rps32"] / MLC_RPS
     if streams is not None:
         result["streams"] = dict(streams)
@@ -178,7 +182,9 @@ def _good(figures: dict[str, Any]) -> dict[str, Any]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--quick", action="store_true", help="few rounds, and 1,000 streams for 6 s")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures there")
     parser.add_argument("--only", choices=[OURS, *PEERS], help="measure one router, without ratios")
@@ -191,11 +197,12 @@ def main() -> None:
         install_peers()
     with TemporaryDirectory() as folder:
         programs = Programs(Path(folder))
-        medians = compare(programs, [options.only] if options.only else [OURS, *PEERS], sizes)
+        turns = compare(programs, [options.only] if options.only else [OURS, *PEERS], sizes)
         streams = None if options.no_streams else many_streams(programs, sizes)
+    medians = medians_of(turns)
     for name, figures in medians.items():
         print(name.ljust(14), "  ".join(f"{key} {value:.1f}" for key, value in figures.items()))
-    result = report(medians, streams) if OURS in medians else dict(medians)
+    result = report(turns, streams) if OURS in medians else dict(medians)
     print(json.dumps({key: value for key, value in result.items() if key not in ("ours", "peers")}, indent=1))
     if options.json:
         options.json.write_text(json.dumps(result, indent=1) + "\n")

@@ -169,10 +169,14 @@ def _wait_until_it_serves(name: str, port: int, process: subprocess.Popen[bytes]
 
 
 @contextmanager
-def _process(command: Sequence[str], environment: Mapping[str, str] | None = None) -> Iterator[subprocess.Popen[bytes]]:
+def _process(
+    command: Sequence[str], environment: Mapping[str, str] | None = None
+) -> Iterator[subprocess.Popen[bytes]]:
     if shutil.which(command[0]) is None:
         sys.exit(f"{command[0]} is not there")
-    process = subprocess.Popen(command, env={**os.environ, **environment}, stdout=subprocess.DEVNULL, stderr=_log())
+    process = subprocess.Popen(
+        command, env={**os.environ, **environment}, stdout=subprocess.DEVNULL, stderr=_log()
+    )
     try:
         yield process
     finally:
@@ -234,4 +238,4 @@ def _tokenizer_document() -> dict[str, Any]:
 
 def _log() -> IO[bytes]:
     """Where the processes' stderr goes: `MICROSERVING_BENCH_LOG`, else nowhere."""
-    return open(os.environ.get("MICROSERVING_BENCH_LOG", os.devnull), "ab")  # noqa: SIM115 - the processes' own
+    return open(os.environ.get("MICROSERVING_BENCH_LOG", os.devnull), "ab")
