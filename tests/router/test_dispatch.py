@@ -7,6 +7,7 @@ import logging
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import aclosing
 from dataclasses import replace
+from pathlib import Path
 from typing import Any, get_args
 
 import pytest
@@ -26,7 +27,7 @@ from microserving.program import Cluster, GenerationChunk, Program, Request
 from microserving.program.testing import FakeEngine, collect
 from microserving.protocol.generation import StopParams
 from microserving.router.dispatch import DispatchSettings
-from microserving.router.program_loader import shipped_programs
+from microserving.router.program_loader import LoadedProgram, shipped_programs
 from microserving.router.retries import RetrySettings
 
 from .faults import IDS, OUTPUT, TEXT, Fault, FaultyCluster, Script
@@ -274,6 +275,27 @@ class Custom(Program):
     async def route(self, request: Request, cluster: Cluster) -> AsyncIterator[GenerationChunk]:
         async for chunk in self._behaviour(request, cluster):
             yield chunk
+
+
+async def breaks(request: Request, cluster: Cluster) -> AsyncIterator[Any]:
+    yield GenerationChunk("", (), None)
+    raise ZeroDivisionError
+
+
+def test_a_broken_new_version_fails_nobody() -> None:
+    """The version before it serves those that it fails, and is in charge again after a few."""
+
+    async def scenario() -> None:
+        hosted = Hosted("round_robin", FaultyCluster())
+        hosted.host.switch(LoadedProgram("broken", Path(__file__), 1, Custom(breaks)))
+        for number in range(6):
+            chunks = await collect(hosted.dispatcher.generate(generation(request_id=f"r{number}")))
+            assert_whole([chunk for chunk in chunks if chunk.text])
+        assert hosted.host.program.name == "round_robin"
+        assert hosted.host.rollbacks == 1
+        await hosted.settle()
+
+    run(scenario)
 
 
 @pytest.mark.case("PD-34")
