@@ -208,7 +208,8 @@ class Attempt:
 
 
 def _level(error: MicroservingError) -> int:
-    """A client's fault and its deadline are nobody else's business, being refused for a while not worth attention; failures are."""
+    """A client's fault and its deadline are nobody else's business, being refused for a while is not worth attention;
+    failures are."""
     if isinstance(error, (RequestError, DeadlineExceeded)) and not isinstance(error, LeaseError):
         return logging.DEBUG
     return logging.INFO if http_status(error) == HTTPStatus.SERVICE_UNAVAILABLE else logging.WARNING

@@ -57,7 +57,8 @@ class RouterConfig(BaseModel):
     engines that cannot give theirs. circuit_failures: in a row, after which an engine that answers its probes is only
     tried now and then. engine_drain_timeout_s: requests that take longer on an engine that is drained go on elsewhere.
     An engine is taken out of its pools after probe_misses probes without an answer (at once when its connection is
-    refused or breaks; not because a request could not connect within connect_timeout_s: that request is refused). stage_timeout_s: the longest silence of an engine within one verb or stream.
+    refused or breaks; not because a request could not connect within connect_timeout_s: that request goes elsewhere).
+    stage_timeout_s: the longest silence of an engine within one verb or stream.
     request_timeout_s: the deadline of a request that brings none. stall_timeout_s: how long a program may neither ask an
     engine nor give a chunk. max_attempts: in a row without a new token, for one request; all requests together may be
     tried again retry_budget_burst times at once, and for a share of retry_budget_share of them for good.

@@ -30,8 +30,8 @@ ResultT = TypeVar("ResultT")
 class Holdings:
     """The reservations, sends and generations of one attempt. ``in_flight`` is shared by all attempts.
 
-    record: where the attempt's facts are written down; index: where, what engines had cached. busy: answers of engines that are waited for now; moves: those
-    that came. failed: the engines that failed, or whose peer in a transfer did.
+    record: where the attempt's facts are written down; index: where, what engines had cached. busy: answers of engines
+    that are waited for now; moves: those that came. failed: the engines that failed, or whose peer in a transfer did.
     """
 
     def __init__(
