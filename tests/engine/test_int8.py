@@ -158,16 +158,16 @@ def test_the_avx512_code_compiles_anywhere(kind: TileKind, isa: Isa, instruction
     assert any("zmm" in line for line in lines)
 
 
-@pytest.mark.parametrize("kind", ["q4", "q8"])
-def test_the_largest_sums_do_not_saturate(kind: TileKind) -> None:
-    """Every code at its end, of either sign, in every pattern of 32-bit lanes."""
-    rows, columns, top = 16, 64, 15 if kind == "q4" else 255
+@pytest.mark.parametrize(("kind", "stored", "code"), [("q4", 255, 15), ("q8", 127, 255), ("q8", 128, 0)])
+def test_the_largest_sums_do_not_saturate(kind: TileKind, stored: int, code: int) -> None:
+    """Every code at its end, of either sign, in every pattern of 32-bit lanes. stored: each byte of codes in the file."""
+    rows, columns = 16, 64
     blocks = {"q4": ("q4_1", 20), "q8": ("q8_0", 34)}[kind]
     data = np.zeros((rows, columns // 32, blocks[1]), np.uint8)
     data[..., :2] = np.array([1.0], "<f2").view(np.uint8)
-    data[..., blocks[1] - (16 if kind == "q4" else 32) :] = 255 if kind == "q4" else 127
+    data[..., blocks[1] - (16 if kind == "q4" else 32) :] = stored
     weight = Weight("w", blocks[0], (rows, columns), data.reshape(rows, -1))  # type: ignore[arg-type]
-    assert (weight.affine().codes == top).all()
+    assert (weight.affine().codes == code).all()
     kernel = build(matmul_int8_kernel(MatmulShape(kind, rows, columns), detect_isa()))["f"]
     signs = np.array([[1] * 64, [-1] * 64, [1, -1] * 32, [1, 1, -1, -1] * 16], np.float32)
     x = np.concatenate([signs, signs, signs]) * np.float32(127)

@@ -59,6 +59,9 @@ class Dot(ABC):
         Mapping[str, int]
     ]  # accumulations per kind: 2 = the halves of an 8-bit code, one after the other
     rows: tuple[int, ...]  # of register blocks, largest first, down to 1
+    signed: ClassVar[bool] = (
+        False  # codes less 128 are multiplied: the sum of a group lacks 128 times that of its x
+    )
 
     @abstractmethod
     def step(self, acc: Expr, codes: Expr, quad: Expr) -> Expr:
@@ -113,6 +116,25 @@ class Madd(Dot):
         return sums[0] if len(sums) == 1 else tirx.Shuffle(sums, list(range(LANES)))
 
 
+class SignedMadd(Dot):
+    """Codes of 8 bits, less 128, on AVX2: |w| * (x with w's sign), in pairs that stay in int16: 2 * 128 * 127 < 2**15."""
+
+    parts, dtype, lanes, rows, signed = 2, "int32", 8, (4, 2, 1), True
+    planes: ClassVar[Mapping[str, int]] = {"q8": 1}
+
+    def step(self, acc: Expr, codes: Expr, quad: Expr) -> Expr:
+        def sign(value: Expr, by: Expr) -> Expr:
+            return tirx.call_llvm_pure_intrin("uint8x32", "llvm.x86.avx2.psign.b", value, by)
+
+        x = sign(tirx.reinterpret("uint8x32", tirx.Broadcast(quad, 8)), codes)
+        pairs = tirx.call_llvm_pure_intrin("int16x16", "llvm.x86.avx2.pmadd.ub.sw", sign(codes, codes), x)
+        ones = tirx.Broadcast(tirx.IntImm("int16", 1), 16)
+        return acc + tirx.call_llvm_pure_intrin("int32x8", "llvm.x86.avx2.pmadd.wd", pairs, ones)
+
+    def total(self, accs: Sequence[Expr], factor: int) -> Expr:  # noqa: ARG002 - one plane: always 1
+        return tirx.Shuffle(list(accs), list(range(LANES)))
+
+
 class Plain(Dot):
     """Plain vector code: even and odd bytes are multiplied as int16, with the bound of ``Madd``."""
 
@@ -137,12 +159,14 @@ class Plain(Dot):
         return whole if factor == 1 else whole * tirx.Broadcast(tirx.IntImm("int32", factor), LANES)
 
 
-def dot_of(isa: Isa) -> Dot:
-    """The integer products of ``isa``. Tests put one in its place that this machine can run."""
+def dot_of(isa: Isa, kind: TileKind) -> Dot:
+    """The integer products of ``isa`` with weights of ``kind``. Tests put one in its place that this machine can run."""
     if isa.name == "avx512" and "avx512vnni" in isa.features:
         return Vnni()
     if isa.name == "avx512":
         return Madd(1, (12, 8, 4, 2, 1), "llvm.x86.avx512.pmaddubs.w.512", "llvm.x86.avx512.pmaddw.d.512")
+    if isa.name == "avx2" and kind == "q8":
+        return SignedMadd()
     if isa.name == "avx2":
         return Madd(2, (6, 2, 1), "llvm.x86.avx2.pmadd.ub.sw", "llvm.x86.avx2.pmadd.wd")
     return Plain()
@@ -151,6 +175,19 @@ def dot_of(isa: Isa) -> Dot:
 def _half(tiles: Any, tile: Expr, group: Expr, start: int) -> Expr:
     return tirx.Cast(
         F32_LANES, tirx.reinterpret("float16x16", tiles[tile, group, tirx.Ramp(start, 1, 2 * LANES)])
+    )
+
+
+def _code_sum(codes: Any, row: Expr, g: Expr) -> Expr:
+    """int32: the sum of the 32 codes of a group of x."""
+    quads = codes[row, g, tirx.Ramp(0, 1, QUADS)]
+
+    def byte(i: int) -> Expr:
+        left, right = (tirx.Broadcast(tirx.IntImm("int32", bits), QUADS) for bits in (24 - 8 * i, 24))
+        return tirx.shift_right(tirx.shift_left(quads, left), right)
+
+    return tirx.call_llvm_pure_intrin(
+        "int32", "llvm.vector.reduce.add", byte(0) + byte(1) + byte(2) + byte(3)
     )
 
 
@@ -181,12 +218,15 @@ class _Codec:
 
     def __init__(self, kind: TileKind, dot: Dot) -> None:
         self._q4, self._planes, self._width = kind == "q4", dot.planes[kind], dot.bytes
+        self._signed = dot.signed
         self.per_word = 2 if self._planes == 2 or self._q4 else 1
 
     def unpacked(self, tiles: Any, tile: Expr, group: Expr, b: Expr, j: Expr, p: Expr) -> Expr:
         """Part p of quad j of word b."""
         width = self._width
         packed = tiles[tile, group, tirx.Ramp(HEADER_BYTES + b * _QUAD_BYTES + p * width, 1, width)]
+        if self._signed:
+            return tirx.bitwise_xor(packed, tirx.Broadcast(tirx.IntImm("uint8", 128), width))
         if self.per_word == 1:
             return packed
         word = tirx.reinterpret(f"int32x{width // 4}", packed)
@@ -210,7 +250,7 @@ def matmul_int8_kernel(shape: MatmulShape, isa: Isa) -> tirx.PrimFunc:
     kind, rows, columns = shape.kind, shape.rows, shape.columns
     if kind not in CODE_BITS or columns % GROUP:
         raise ValueError(f"no int8 product with {columns} columns of kind {kind}")
-    dot = dot_of(isa)
+    dot = dot_of(isa, kind)
     planes, parts, width = dot.planes[kind], dot.parts, dot.bytes
     n_tiles, n_groups, entry = shape.tiles
     n_words = CODE_BITS[kind]  # of 64 bytes in an entry
@@ -233,12 +273,23 @@ def matmul_int8_kernel(shape: MatmulShape, isa: Isa) -> tirx.PrimFunc:
         else:
             y[row, T.ramp(tile * LANES, 1, LANES)] = source[slot, T.ramp(0, 1, LANES)]
 
+    @T.inline
+    def code_sums(codes, lacking, row0, count):  # type: ignore[no-untyped-def]
+        """lacking[r, g]: what signed codes leave out of the sum of group g."""
+        if dot.signed:
+            for r in T.serial(count):
+                for g in T.serial(n_groups):
+                    lacking[r, g] = _code_sum(codes, row0 + r, g) * 128
+
+    def whole(sums: Expr, lacking: Any, row: Expr | int, g: Expr) -> Expr:
+        return sums + tirx.Broadcast(lacking[row, g], LANES) if dot.signed else sums
+
     def single_total(acc: Any) -> Expr:
         totals = [dot.total([acc[i * parts + p, ints()] for p in range(parts)], 16**i) for i in range(planes)]
         return totals[0] if planes == 1 else totals[0] + totals[1]
 
     @T.inline
-    def single_row(codes, scales, tiles, tile, acc, total):  # type: ignore[no-untyped-def]
+    def single_row(codes, scales, tiles, tile, lacking, acc, total):  # type: ignore[no-untyped-def]
         """One row of x against a tile, unpacked in registers: total[0] = products, total[1] = biases."""
         total[0, T.ramp(0, 1, LANES)] = splat(0.0)
         total[1, T.ramp(0, 1, LANES)] = splat(0.0)
@@ -254,7 +305,12 @@ def matmul_int8_kernel(shape: MatmulShape, isa: Isa) -> tirx.PrimFunc:
                             codes[0, g, quad(b, j)],
                         )
             total[0, T.ramp(0, 1, LANES)] = _add(
-                total[0, T.ramp(0, 1, LANES)], single_total(acc), _half(tiles, tile, g, 0), scales, 0, g
+                total[0, T.ramp(0, 1, LANES)],
+                whole(single_total(acc), lacking, 0, g),
+                _half(tiles, tile, g, 0),
+                scales,
+                0,
+                g,
             )
             total[1, T.ramp(0, 1, LANES)] = fma(
                 _half(tiles, tile, g, HEADER_BYTES // 2),
@@ -314,7 +370,7 @@ def matmul_int8_kernel(shape: MatmulShape, isa: Isa) -> tirx.PrimFunc:
                         )
 
         @T.inline
-        def run(codes, scales, quads, factors, sums, acc, low, row0, first, count, group):  # type: ignore[no-untyped-def]
+        def run(codes, scales, quads, factors, lacking, sums, acc, low, row0, first, count, group):  # type: ignore[no-untyped-def]
             for b in T.serial(count // size):
                 row: T.let[T.int64] = row0 + (first + b * size)
                 accumulate(codes, quads, acc, row, group, 0)
@@ -325,7 +381,9 @@ def matmul_int8_kernel(shape: MatmulShape, isa: Isa) -> tirx.PrimFunc:
                 for r in T.unroll(size):
                     sums[first + b * size + r, T.ramp(0, 1, LANES)] = _add(
                         sums[first + b * size + r, T.ramp(0, 1, LANES)],
-                        total(acc, r, 0) if planes == 1 else low[r, _lane()] + total(acc, r, 1),
+                        whole(total(acc, r, 0), lacking, first + b * size + r, group)
+                        if planes == 1
+                        else low[r, _lane()] + total(acc, r, 1),
                         factors[0, T.ramp(0, 1, LANES)],
                         scales,
                         row + r,
@@ -337,6 +395,7 @@ def matmul_int8_kernel(shape: MatmulShape, isa: Isa) -> tirx.PrimFunc:
                     scales,
                     quads,
                     factors,
+                    lacking,
                     sums,
                     acc,
                     low,
@@ -369,8 +428,10 @@ def matmul_int8_kernel(shape: MatmulShape, isa: Isa) -> tirx.PrimFunc:
                     acc = T.sblock_alloc_buffer((planes * parts, dot.lanes), dot.dtype, scope="global")
                     total = T.sblock_alloc_buffer((2, LANES), "float32", scope="global")
                     spill = T.sblock_alloc_buffer((1, LANES), "float32", scope="global")
+                    lacking = T.sblock_alloc_buffer((1, n_groups), "int32", scope="global")
+                    code_sums(codes, lacking, 0, 1)
                     for tile in T.serial(chunk * n_tiles // chunks, (chunk + 1) * n_tiles // chunks):
-                        single_row(codes, scales, tiles, tile, acc, total)
+                        single_row(codes, scales, tiles, tile, lacking, acc, total)
                         # store() may index its source by a variable, which would keep total out of a register
                         spill[0, T.ramp(0, 1, LANES)] = (
                             total[0, T.ramp(0, 1, LANES)] + total[1, T.ramp(0, 1, LANES)]
@@ -388,9 +449,11 @@ def matmul_int8_kernel(shape: MatmulShape, isa: Isa) -> tirx.PrimFunc:
                     part = T.sblock_alloc_buffer((_FINISH_ROWS, LANES), "float32", scope="global")
                     acc2 = T.sblock_alloc_buffer((most * parts, dot.lanes), dot.dtype, scope="global")
                     low = T.sblock_alloc_buffer((most, LANES), "int32", scope="global")
+                    lacking2 = T.sblock_alloc_buffer((_ROW_BLOCK, n_groups), "int32", scope="global")
                     chunk2: T.let[T.int32] = T.cast(piece % chunks, "int32")
                     row0: T.let[T.int64] = piece // chunks * _ROW_BLOCK
                     n_rows: T.let[T.int64] = T.min(T.int64(_ROW_BLOCK), m - row0)
+                    code_sums(codes, lacking2, row0, n_rows)
                     for tile in T.serial(chunk2 * n_tiles // chunks, (chunk2 + 1) * n_tiles // chunks):
                         for r in T.serial(n_rows):
                             sums[r, T.ramp(0, 1, LANES)] = splat(0.0)
@@ -403,6 +466,7 @@ def matmul_int8_kernel(shape: MatmulShape, isa: Isa) -> tirx.PrimFunc:
                                 scales,
                                 quads,
                                 factors,
+                                lacking2,
                                 sums,
                                 acc2,
                                 low,

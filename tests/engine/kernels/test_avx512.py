@@ -72,7 +72,7 @@ def dot(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iter
     """The products of every int8 kernel that is made while the test runs, this machine's own ones apart."""
     made: Dot = request.param()
     own = matmul_int8.dot_of
-    monkeypatch.setattr(matmul_int8, "dot_of", lambda isa: made if isa == BLOCKED else own(isa))
+    monkeypatch.setattr(matmul_int8, "dot_of", lambda isa, kind: made if isa == BLOCKED else own(isa, kind))
     matmul_int8_kernel.cache_clear()
     yield made
     matmul_int8_kernel.cache_clear()
