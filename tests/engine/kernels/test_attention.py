@@ -245,6 +245,31 @@ def test_ragged_batches(lengths: list[int], tails: list[int], threads: int) -> N
         assert np.abs(out - reference(data, "float16")[-tail:]).max() < 2e-5
 
 
+@settings(max_examples=6, deadline=None)
+@given(
+    group=st.integers(1, 5),
+    kv_heads=st.integers(1, 3),
+    sixteens=st.integers(1, 10),
+    page_size=st.sampled_from([16, 32, 64]),
+    dtype=st.sampled_from(["float16", "float32"]),
+    lengths=st.lists(st.integers(1, 140), min_size=1, max_size=3),
+)
+def test_any_shape(
+    group: int, kv_heads: int, sixteens: int, page_size: int, dtype: KVDtype, lengths: list[int]
+) -> None:
+    """Prompts that end anywhere in a page, together, then a row each: right, and the rows of each prompt alone."""
+    shape = AttentionShape(group * kv_heads, kv_heads, 16 * sixteens, page_size, dtype)
+    datas = [random_data(shape, length + 1, seed) for seed, length in enumerate(lengths)]
+    rig = Rig(shape, threads=2)
+    sequences = [rig.sequence(data) for data in datas]
+    first = rig.step([(sequence, length) for sequence, length in zip(sequences, lengths, strict=True)])
+    last = rig.step([(sequence, 1) for sequence in sequences])
+    for data, prompt, row in zip(datas, first, last, strict=True):
+        found = np.concatenate([prompt, row])
+        assert np.array_equal(found, Rig(shape, seed=2).whole(data))
+        assert np.abs(found - reference(data, dtype)).max() < 2e-5
+
+
 @pytest.mark.parametrize("name", ["avx2", "generic"])
 def test_every_isa_gives_the_same_bits(name: Literal["avx2", "generic"]) -> None:
     """On a machine with AVX-512 this compares three instruction sets; without AVX2 there is only the generic one."""
