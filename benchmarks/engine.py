@@ -116,7 +116,7 @@ def measure(bench: Bench, quick: bool) -> list[Measurement]:
 
 def measure_scaling(bench: Bench, quick: bool) -> list[Measurement]:
     """What a longer context costs: prefills of 1024, 2048 and 4096 tokens; decodes at the same positions."""
-    lengths = (1024, 2048) if quick else (1024, 2048, 4096)
+    lengths = (1024, 2048, 4096)
     found = [bench.prefill(length, 1 if quick else 3) for length in lengths]
     return found + [bench.decode(1, length, 10 if quick else 30) for length in lengths]
 
