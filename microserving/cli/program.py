@@ -24,6 +24,7 @@ Router programs: Python files with one class whose `route` serves a request.
   microserving program list                    what comes with microserving
   microserving program show round_robin        its text, to copy and change
   microserving program check mine.py           what is wrong with it, with file and line; runs it on engines in memory
+  microserving program check mine.py --faults  the same, and what it does when engines fail and clients leave
   microserving program deploy mine.py          put it in charge of the running cluster; running requests go on
   microserving program rollback                put the one before in charge again"""
     actions = parser.add_subparsers(
@@ -47,6 +48,12 @@ def _add_offline(actions: Any) -> None:
     for role, count in (("prefill", 1), ("decode", 1), ("hybrid", 0)):
         text = f"{role} engines in memory (default: %(default)s)"
         check.add_argument(f"--{role}", type=int, default=count, metavar="N", help=text)
+    check.add_argument(
+        "--faults",
+        action="store_true",
+        help="then let engines fail, and clients leave, at every await of the program (in virtual time; two engines of "
+        "each role at least)",
+    )
     add_json_flag(check)
     add_json_flag(_add(actions, "list", run_list, "the programs that come with microserving"))
     show = _add(actions, "show", run_show, "the text of a program, ready to copy")
@@ -76,7 +83,10 @@ def _add(actions: Any, name: str, action: Action, line: str) -> argparse.Argumen
 def run_check(options: argparse.Namespace) -> int:
     """Raises ProgramError with file and line when the program is not good."""
     counts = (options.prefill, options.decode, options.hybrid)
-    return check(options.program, dict(options.settings), counts, as_json=options.json)
+    settings = dict(options.settings)
+    if not options.faults:
+        return check(options.program, settings, counts, as_json=options.json)
+    return check_faults(options.program, settings, counts, as_json=options.json)
 
 
 def check(
@@ -97,6 +107,40 @@ def check(
     shown = ", ".join(f"{name}={value}" for name, value in facts.settings.items())
     sys.stdout.write(f"{program}: ok ({'; '.join(filter(None, [facts.name, shown]))})\n")
     return 0
+
+
+def check_faults(
+    program: str, settings: Mapping[str, Any], counts: tuple[int, int, int], *, as_json: bool = False
+) -> int:
+    """Try a program with every fault, and tell of it. 1 when it is not sound. Raises ProgramError as ``check`` does."""
+    from microserving.router.dry_run import DryRun, Roles, dry_run
+    from microserving.router.program_loader import read_program
+    from microserving.testing import check_program
+
+    dry_run(DryRun(read_program(program), dict(settings), Roles(*counts)))
+    prefill, decode, hybrid = (max(2, count) if count else 0 for count in counts)
+    report = check_program(
+        program, settings=settings, cluster=(prefill, decode, hybrid), progress=_progress()
+    )
+    if as_json:
+        write_json(report.as_dict())
+    else:
+        sys.stdout.write(f"{report}\n")
+    return 0 if report.ok else 1
+
+
+def _progress() -> Callable[[int, int], None] | None:
+    """Shows on a terminal how many of the runs are done."""
+    if not sys.stderr.isatty():
+        return None
+
+    def show(done: int, planned: int) -> None:
+        if done % 10 == 0 or done == planned:
+            shown = "" if done == planned else f"{done} of {planned} runs"
+            sys.stderr.write(f"\r\x1b[K{shown}")
+            sys.stderr.flush()
+
+    return show
 
 
 def run_list(options: argparse.Namespace) -> int:

@@ -29,8 +29,8 @@ from microserving.testing.virtual_time import run_virtual
 
 ALL_FAULTS: tuple[Fault, ...] = ENGINE_FAULTS + CLIENT_FAULTS
 DEADLINE_S = 30.0
-_PROMPT = 100
-_CACHED = 80
+_PROMPT = 300
+_CACHED = 240
 _CROWD = (1, 17, 100, 300)
 _OUTPUT_TOKENS = 6
 _FREE_CALLS = 20

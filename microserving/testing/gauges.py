@@ -28,11 +28,11 @@ class Gauges:
         self._moved: set[str] = set()
 
     def watch(self, now: Values) -> None:
-        self._moved |= {name for name, value in now.items() if self._before.get(name) != value}
+        self._moved |= {name for name, value in now.items() if not _same(self._before.get(name), value)}
 
     def settle(self, after: Values) -> frozenset[str]:
         """The run is over: the names of those that are back."""
-        return frozenset(name for name in self._moved if self._before.get(name) == after.get(name))
+        return frozenset(name for name in self._moved if _same(self._before.get(name), after.get(name)))
 
 
 def astray(gauges: frozenset[str], before: Values, after: Values) -> list[str]:
@@ -40,8 +40,13 @@ def astray(gauges: frozenset[str], before: Values, after: Values) -> list[str]:
     return [
         f"the program's {name} does not come back to what it was before the requests"
         for name in sorted(gauges)
-        if before.get(name) != after.get(name)
+        if not _same(before.get(name), after.get(name))
     ]
+
+
+def _same(one: object, other: object) -> bool:
+    """What is not there yet is zero, or empty."""
+    return (one or None) == (other or None)
 
 
 def _variables(program: Program) -> Iterator[tuple[str, object]]:
@@ -67,10 +72,10 @@ def _value(held: object) -> object | None:
     if isinstance(held, list) and _are_numbers(held):
         return list(held)
     if isinstance(held, Sized) and not isinstance(held, str | bytes | tuple | type):
-        return f"{len(held)} long"
+        return len(held)
     return None
 
 
 def _are_numbers(values: object) -> bool:
     items = list(values)  # type: ignore[call-overload]
-    return bool(items) and all(isinstance(item, int | float) for item in items)
+    return all(isinstance(item, int | float) for item in items)

@@ -161,7 +161,9 @@ def _about_counters(out: Outcome, gauges: frozenset[str]) -> Iterator[Finding]:
         "uses of the program": out.host.uses,
         "requests in the ledger": len(out.dispatcher.ledger),
     }
-    counts |= {f"requests in flight on a {engine.role} engine": count for engine, count in out.in_flight.items()}
+    counts |= {
+        f"requests in flight on a {engine.role} engine": count for engine, count in out.in_flight.items()
+    }
     for name, count in counts.items():
         if count:
             yield _found("counter", f"the router counts {name} when all have ended")

@@ -142,6 +142,28 @@ def test_check(run: Any, tmp_path: Path) -> None:
     assert ran.err.startswith(f"microserving: error: {path}:5: TypeError: ")
 
 
+def test_check_with_faults(run: Any, tmp_path: Path) -> None:
+    path = tmp_path / "mine.py"
+    path.write_text(GOOD)
+    ran = run("program", "check", str(path), "--faults", "--prefill", "0", "--set", "share=0.25")
+    assert (ran.status, ran.err) == (0, "")
+    assert ran.out.startswith("mine: sound (")
+    path.write_text(GOOD.replace("yield chunk", "yield chunk; self.share += 1 if chunk.finish_reason else 0"))
+    assert run("program", "check", str(path), "--faults").status == 0  # a total is no counter
+    path.write_text(
+        GOOD.replace("        async for", "        self.busy = 1\n        async for")
+        + "        self.busy = 0\n"
+    )
+    ran = run("program", "check", str(path), "--faults", "--json")
+    report = json.loads(ran.out)
+    assert (ran.status, report["ok"]) == (1, False)
+    assert {finding["kind"] for finding in report["findings"]} == {"counter"}
+    path.write_text(GOOD.replace("async for", "for"))
+    assert run("program", "check", str(path), "--faults").err.startswith(
+        f"microserving: error: {path}:5: TypeError: "
+    )
+
+
 def test_list_and_show(run: Any) -> None:
     ran = run("program", "list")
     assert "round_robin              Data parallel: every engine serves whole requests" in ran.out
