@@ -4,10 +4,15 @@ Owns: a small model of what a step costs, learnt from the steps themselves, and 
 seconds are handed in. Does not know: which prompt is computed, who decodes.
 
 A step with decodes and prompt tokens takes about ``D + tokens * cost(position)``: D is what a step of the decodes alone
-takes (moving average), cost what one prompt token adds. It grows with the token's position (attention) and is measured
-where it is used, in steps with decodes (a large chunk's tokens cost less each): a straight line over the positions of
-the last such steps, older ones forgotten. The budget is the most tokens for which the sum stays within
-``max_itl_ratio * D``, and at most twice what the last such step had, so that a wrong guess costs one step little.
+takes (median of the last few), cost what one prompt token adds. It grows with the token's position (attention) and is
+measured where it is used, in steps with decodes (a large chunk's tokens cost less each): a straight line over the
+positions of the last such steps, older ones forgotten. The budget is the most tokens for which the sum stays within
+``max_itl_ratio * D``, and at most twice what the last such step had or could have afforded, so that a wrong guess costs
+one step.
+
+On a busy machine a measurement says little: a step of decodes may take longer than one with prompt tokens. So no token
+is ever free, one measurement moves the line only so far up or down, and a step that was much too long shortens the next
+one whatever the line says.
 
 A floor keeps prompts going whatever the model says. While D is unknown or old, one step has a single prompt token to
 measure it, whose cost is taken off again; so no prompt ever stands still.
@@ -16,12 +21,14 @@ measure it, whose cost is taken off again; so no prompt ever stands still.
 from __future__ import annotations
 
 import math
+import statistics
+from collections import deque
 from typing import Final
 
 FLOOR_TOKENS: Final = 8
 """The least prompt tokens of a step that may have some."""
-EWMA_WEIGHT: Final = 0.25
-"""Weight of the newest step in D."""
+DECODE_STEPS: Final = 5
+"""The last steps of decodes alone, of whose times D is the median."""
 MEASURING_TOKENS: Final = 1
 """Up to so many prompt tokens a step counts as one of decodes alone."""
 KEPT: Final = 0.9
@@ -29,9 +36,13 @@ KEPT: Final = 0.9
 PRIOR_VARIANCE: Final = 32.0**2
 """Positions closer together than about its root say little about the slope; it is then taken as nearly flat."""
 OUTLIER: Final = 4.0
-"""A step counts as at most so many times as long as expected: the machine was busy with something else."""
+"""A token counts as at most so many times dearer or cheaper than expected: the machine was busy with something else."""
+LEAST_SHARE: Final = 1 / 16
+"""Of the share of a step that prompt tokens are meant to take: less than this of it they never count as."""
 MEASURE_EVERY: Final = 32
 """Steps with prompt tokens after which D is measured again."""
+MEASURE_EVERY_AT_FIRST: Final = 4
+"""The same while D is the median of too few."""
 
 
 class TokenCost:
@@ -56,9 +67,10 @@ class TokenCost:
         return max(self._seconds + self.slope * (position - self._position), self._seconds / 4)
 
     def observe(self, position: float, seconds: float) -> None:
-        """Tokens around ``position`` took ``seconds`` each."""
+        """Tokens around ``position`` took ``seconds`` each, more than 0."""
         if self.known:
-            seconds = min(seconds, OUTLIER * self.at(position))
+            expected = self.at(position)
+            seconds = min(max(seconds, expected / OUTLIER), OUTLIER * expected)
         self._variance *= KEPT
         self._covariance *= KEPT
         self._weight = KEPT * self._weight + 1.0
@@ -74,52 +86,59 @@ class Pacer:
 
     def __init__(self, max_itl_ratio: float) -> None:
         self._ratio = max_itl_ratio
-        self._measured_s: float | None = None  # D, and what this many prompt tokens (at most one) cost
-        self._measured_tokens = 0.0
+        self._least_share = LEAST_SHARE * (1.0 - 1.0 / max_itl_ratio)
+        self._measured: deque[tuple[float, int]] = deque(
+            maxlen=DECODE_STEPS
+        )  # seconds, prompt tokens (at most one)
         self._measured_with = 0  # decodes in the last measurement of D
         self._mixed = 0  # steps with decodes and prompt tokens since then
-        self._last_tokens = FLOOR_TOKENS  # of prompts, in the last such step
+        self._limit = 2.0 * FLOOR_TOKENS  # twice what the last such step had, or should have had
         self._cost = TokenCost()
 
     def budget(self, decodes: int, position: int, most: int) -> int:
         """Prompt tokens for a step beside so many decodes. position: of the first of them; most: the step's limit."""
         if decodes == 0:
             return most
-        if self._measured_s is None or self._must_measure(decodes):
+        if not self._measured or self._must_measure(decodes):
             return min(MEASURING_TOKENS, most)
         tokens = FLOOR_TOKENS
         if self._cost.known:
             cost = self._cost.at(position)
-            decode_s = max(self._measured_s - self._measured_tokens * cost, self._measured_s / 2)
-            tokens = _tokens_within((self._ratio - 1.0) * decode_s, cost, self._cost.slope)
-        return min(max(tokens, FLOOR_TOKENS), 2 * self._last_tokens, most)
+            tokens = _tokens_within((self._ratio - 1.0) * self._decode_s(cost), cost, self._cost.slope)
+        return min(max(min(tokens, int(self._limit)), FLOOR_TOKENS), most)
 
     def observe(self, decodes: int, tokens: int, position: float, seconds: float) -> None:
         """A step ran. tokens: of prompts, at the mean ``position``."""
         if decodes == 0:
             return
         if tokens <= MEASURING_TOKENS:
-            self._observe_decodes(decodes, tokens, seconds)
+            if self._changed_much(decodes):
+                self._measured.clear()
+            self._measured.append((seconds, tokens))
+            self._measured_with, self._mixed = decodes, 0
             return
         self._mixed += 1
-        self._last_tokens = max(tokens, FLOOR_TOKENS)
-        if self._measured_s is not None:
-            more_s, more_tokens = seconds - self._measured_s, tokens - self._measured_tokens
-            self._cost.observe(position, max(0.0, more_s) / more_tokens)
+        self._limit = 2.0 * tokens
+        if self._measured:
+            self._observe_mixed(tokens, position, max(seconds, 1e-9))
 
-    def _observe_decodes(self, decodes: int, tokens: int, seconds: float) -> None:
-        if self._measured_s is None or self._changed_much(decodes):
-            self._measured_s, self._measured_tokens = seconds, tokens
-        else:
-            seconds = min(seconds, OUTLIER * self._measured_s)
-            self._measured_s += EWMA_WEIGHT * (seconds - self._measured_s)
-            self._measured_tokens += EWMA_WEIGHT * (tokens - self._measured_tokens)
-        self._measured_with = decodes
-        self._mixed = 0
+    def _observe_mixed(self, tokens: int, position: float, seconds: float) -> None:
+        decode_s = self._decode_s(self._cost.at(position) if self._cost.known else 0.0)
+        more_s = max(seconds - decode_s, self._least_share * seconds)
+        self._cost.observe(position, more_s / tokens)
+        self._limit *= min(1.0, (self._ratio - 1.0) * decode_s / more_s)
+
+    def _decode_s(self, cost: float) -> float:
+        """D, when a prompt token costs so much."""
+        return statistics.median(
+            max(seconds - tokens * cost, seconds / 2) for seconds, tokens in self._measured
+        )
 
     def _must_measure(self, decodes: int) -> bool:
         """Never two steps in a row."""
-        return self._mixed >= MEASURE_EVERY or (self._mixed > 0 and self._changed_much(decodes))
+        few = len(self._measured) < DECODE_STEPS
+        every = MEASURE_EVERY_AT_FIRST if few else MEASURE_EVERY
+        return self._mixed >= every or (self._mixed > 0 and self._changed_much(decodes))
 
     def _changed_much(self, decodes: int) -> bool:
         return not self._measured_with / 2 < decodes < self._measured_with * 2

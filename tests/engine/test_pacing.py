@@ -10,7 +10,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from microserving.engine.pacing import FLOOR_TOKENS, MEASURE_EVERY, MEASURING_TOKENS, Pacer, TokenCost
+from microserving.engine.pacing import (
+    DECODE_STEPS,
+    FLOOR_TOKENS,
+    MEASURE_EVERY,
+    MEASURE_EVERY_AT_FIRST,
+    MEASURING_TOKENS,
+    Pacer,
+    TokenCost,
+)
 
 MOST = 256
 
@@ -80,8 +88,7 @@ def test_decodes_that_were_never_measured_are_measured_first() -> None:
 
 
 def test_they_are_measured_again_now_and_then_and_when_their_number_changes() -> None:
-    pacer = Pacer(2.5)
-    pacer.observe(4, 0, 0.0, 0.02)
+    pacer = measured(0.02)
     for _ in range(MEASURE_EVERY):
         assert pacer.budget(4, 0, MOST) >= FLOOR_TOKENS
         pacer.observe(4, 8, 4.0, 0.03)
@@ -92,6 +99,72 @@ def test_they_are_measured_again_now_and_then_and_when_their_number_changes() ->
     assert pacer.budget(7, 0, MOST) >= FLOOR_TOKENS
     assert pacer.budget(8, 0, MOST) == MEASURING_TOKENS
     assert pacer.budget(2, 0, MOST) == MEASURING_TOKENS
+
+
+def measured(*seconds: float) -> Pacer:
+    """One that has seen steps of 4 decodes alone; one time stands for as many steps as are remembered."""
+    pacer = Pacer(2.5)
+    for each in seconds if len(seconds) > 1 else seconds * DECODE_STEPS:
+        pacer.observe(4, 0, 0.0, each)
+    return pacer
+
+
+def test_the_first_measurement_does_not_stand_alone_for_long() -> None:
+    """One step of decodes alone may have been anything: they are measured more often until there are five."""
+    pacer = Pacer(2.5)
+    pacer.observe(4, 0, 0.0, 0.02)
+    for _ in range(DECODE_STEPS - 1):
+        for _ in range(MEASURE_EVERY_AT_FIRST):
+            assert pacer.budget(4, 0, MOST) >= FLOOR_TOKENS
+            pacer.observe(4, 8, 4.0, 0.03)
+        assert pacer.budget(4, 0, MOST) == MEASURING_TOKENS
+        pacer.observe(4, 0, 0.0, 0.02)
+    for _ in range(MEASURE_EVERY_AT_FIRST):
+        pacer.observe(4, 8, 4.0, 0.03)
+    assert pacer.budget(4, 0, MOST) >= FLOOR_TOKENS
+
+
+def test_a_hiccup_while_the_decodes_are_measured_is_forgotten() -> None:
+    pacer = measured(0.02, 0.02, 0.6, 0.6, 0.02)
+    steps = prefill(pacer, Machine(0.020, 1e-3, 0.0), 1000)
+    assert max(seconds for _, seconds in steps) < 0.020 * 2.6
+
+
+def test_prompt_tokens_that_seemed_free_do_not_stay_so() -> None:
+    """A step with prompt tokens that took no longer than the decodes alone says nothing of what a token costs."""
+    pacer = measured(0.02)
+    pacer.observe(4, FLOOR_TOKENS, 4.0, 0.02)
+    steps = prefill(pacer, Machine(0.020, 1e-3, 0.0), 1000)
+    settled = [seconds for _, seconds in steps[4:-1]]
+    assert max(settled) < 0.020 * 2.6
+
+
+def test_a_step_that_was_much_too_long_shortens_the_next() -> None:
+    """64 tokens took 640 ms where 30 ms were meant: 3 could have been afforded, twice that is below the floor."""
+    pacer = measured(0.02)
+    tokens = 0
+    for _ in range(6):
+        tokens = pacer.budget(4, 0, MOST)
+        pacer.observe(4, tokens, 0.0, 0.02 + tokens * 1e-4)
+    assert tokens >= 64
+    pacer.observe(4, 64, 0.0, 0.66)
+    assert pacer.budget(4, 0, MOST) == FLOOR_TOKENS
+
+
+@pytest.mark.parametrize("spread", [0.7, 1.2])
+def test_on_a_busy_machine_few_steps_are_meant_too_long(spread: float) -> None:
+    """Whatever the noise does to measurements: what the steps would take on a quiet machine counts."""
+    chance, meant = random.Random(11), []
+    machine = Machine(0.020, 1e-3, 0.3e-6)
+    for _ in range(10):
+        pacer = measured(*(0.020 * chance.lognormvariate(0, spread) for _ in range(20)))
+        position = 0
+        for tokens, _ in prefill(pacer, machine, 2000, lambda: chance.lognormvariate(0, spread)):
+            meant.append(machine.seconds(position, tokens) / machine.decode_s)
+            position += tokens
+    meant.sort()
+    assert meant[len(meant) // 2] < 2.5
+    assert meant[int(0.95 * len(meant))] < 5.0
 
 
 def test_a_slower_machine_gets_smaller_chunks() -> None:
