@@ -26,7 +26,7 @@ TIGHT = f"""\
 name = "tight"
 
 [engine]
-lease_ttl_s = 1.0
+lease_ttl_s = 2.0
 memory_threshold = 1.0
 chunk_size_tokens = 64
 

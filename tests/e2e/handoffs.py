@@ -23,12 +23,16 @@ SEEDED: dict[str, Any] = {"temperature": 0.8, "seed": 1234, "ignore_eos": True}
 
 @dataclass
 class HandOff:
-    """One request's verbs. ``matched`` and ``descriptor`` are known once ``prepare`` was answered."""
+    """One request's verbs. ``matched`` and ``descriptor`` are known once ``prepare`` was answered.
+
+    sender_salt: the sender's own cache is asked under it.
+    """
 
     cluster: Cluster
     request_id: str
     prompt: list[int]
     end: int
+    sender_salt: str = ""
     matched: int = -1
     descriptor: str = ""
 
@@ -44,7 +48,7 @@ class HandOff:
     def send(self) -> httpx.Response:
         return verb(
             self.cluster.prefill, "remote_send", prompt=self.prompt, begin=self.matched, end=self.end,
-            kv_addr_info=self.descriptor, recv_rank=0, request_id=self.request_id,
+            kv_addr_info=self.descriptor, recv_rank=0, request_id=self.request_id, cache_salt=self.sender_salt,
         )  # fmt: skip
 
     def generate(self, **body: Any) -> httpx.Response:
@@ -86,13 +90,14 @@ def stopped_sender(
     than the signal is tried again. The engine goes on at the end, unless it was killed.
     """
     pid = cluster.pid("prefill-0")
-    for attempt in range(50):
-        hand_off = HandOff(
-            cluster, f"stopped-{prompt[0]}-{attempt}", prompt, end or len(prompt) - 1
-        ).prepare()
+    for _ in range(50):
+        salt = os.urandom(8).hex()  # what was sent before is not cached
+        hand_off = HandOff(cluster, f"stopped-{salt}", prompt, end or len(prompt) - 1, salt).prepare()
         before = counters(cluster.prefill)["tokens_sent"]
         sending = pool.submit(hand_off.send)
-        wait_until(lambda f=sending, b=before: f.done() or _is_sending(cluster, b + sent), 30, "sending")
+        wait_until(
+            lambda f=sending, h=hand_off, b=before: f.done() or _is_sending(h, b + sent), 30, "sending"
+        )
         stop(pid)
         if load(cluster.decode)["leases"]["writing"] == 1:
             break
@@ -108,8 +113,11 @@ def stopped_sender(
             go_on(pid)
 
 
-def _is_sending(cluster: Cluster, sent: int) -> bool:
-    return load(cluster.decode)["leases"]["writing"] == 1 and counters(cluster.prefill)["tokens_sent"] >= sent
+def _is_sending(hand_off: HandOff, sent: int) -> bool:
+    """Keeps the lease alive, too: until it is so far."""
+    decode, prefill = hand_off.cluster.decode, hand_off.cluster.prefill
+    verb(decode, "renew", request_id=hand_off.request_id)
+    return load(decode)["leases"]["writing"] == 1 and counters(prefill)["tokens_sent"] >= sent
 
 
 def wait_served(cluster: Cluster, timeout_s: float = 60) -> None:
