@@ -1,4 +1,7 @@
-"""The programs that users copy: what they call, and that nothing is left whenever a request ends."""
+"""The programs that users copy: what they call, and that nothing is left whenever a request ends.
+
+What fails at which of their awaits is tried by the kit (``tests/testing``).
+"""
 
 from __future__ import annotations
 
@@ -139,20 +142,6 @@ def test_cancelled_at_every_await(program: str) -> None:
         while not await cancelled_after(steps):
             steps += 1
         assert steps >= (4 if program in WHOLE else 8)
-
-    asyncio.run(scenario())
-
-
-@pytest.mark.parametrize("program", PROGRAMS)
-@pytest.mark.parametrize("chunks_read", [0, 1, 2])
-@pytest.mark.case("RT-04")
-def test_closed_after_some_chunks(program: str, chunks_read: int) -> None:
-    async def scenario() -> None:
-        hosted = hosted_program(program)
-        async with aclosing(hosted.dispatcher.generate(generation())) as chunks:  # type: ignore[type-var]
-            for _ in range(chunks_read):
-                await anext(chunks)
-        await hosted.settle()
 
     asyncio.run(scenario())
 
