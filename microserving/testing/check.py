@@ -72,7 +72,7 @@ def check_program(
 
     program: a file, the name of a shipped program, or a Program class. settings: the program's. It is first run without a
     fault; when that fails, there are no other runs. Every run is virtual, and the same each time for the same ``seed``.
-    A program that computes for ever without an ``await`` is not interrupted.
+    A program that computes for ever without an ``await``, or catches even BaseException for ever, is not interrupted.
     Raises: ProgramError when the program cannot be loaded, RuntimeError on a running event loop.
     """
     given = CheckSettings(
