@@ -25,7 +25,7 @@ import statistics
 from collections import deque
 from typing import Final
 
-FLOOR_TOKENS: Final = 8
+FLOOR_TOKENS: Final = 4
 """The least prompt tokens of a step that may have some."""
 DECODE_STEPS: Final = 5
 """The last steps of decodes alone, of whose times D is the median."""
