@@ -27,7 +27,7 @@ class EngineConfig(BaseModel):
     requests, ingestion_queue_size those that wait.
     """
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
     model: str = "smollm2-135m-instruct"
     served_model_name: str | None = None
@@ -51,9 +51,9 @@ class EngineConfig(BaseModel):
     chunked_prefill_enabled: bool = True
     max_itl_ratio: float = Field(2.5, gt=1)
     prefix_cache: PrefixCacheKind = "radix"
-    reserve_wait_s: float = Field(5.0, ge=0)
+    reserve_wait_s: float = Field(5.0, ge=0, le=3600)
     lease_ttl_s: float = Field(30.0, gt=0, le=3600)
-    transfer_timeout_s: float = Field(30.0, gt=0)
+    transfer_timeout_s: float = Field(30.0, gt=0, le=3600)
     cluster_secret_file: Path | None = None
     api_key_file: Path | None = None
     runtime_dir: Path | None = None
