@@ -16,6 +16,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import AsyncGenerator, Callable, Sequence
+from contextlib import suppress
 from functools import partial
 
 from microserving.engine.engine import Engine
@@ -186,19 +187,23 @@ class AsyncEngine:
                 self._condition.wait(timeout)
 
     def _wake(self) -> None:
+        """On any thread. What it brought waits for no running step."""
         with self._condition:
             self._changes += 1
             self._condition.notify()
+        self._flush()
 
     def _flush(self) -> None:
-        """Let the loop deliver what a step brought, unless it is about to."""
-        if not self._crossing and (self._outbox or self._pages_freed != self._engine.pages_freed):
-            assert self._loop is not None
+        """Let the loop deliver what there is, unless it is about to. On any thread: two at once do no harm."""
+        if self._loop is None or self._crossing:
+            return
+        if self._outbox or self._pages_freed != self._engine.pages_freed:
             self._crossing = True
-            self._loop.call_soon_threadsafe(self._deliver)
+            with suppress(RuntimeError):  # the loop is closed: nobody waits any more
+                self._loop.call_soon_threadsafe(self._deliver)
 
     def _post(self, delivery: Delivery) -> None:
-        """Called by the engine, on any thread. If not on the engine's, a wake follows and with it a flush."""
+        """Called by the engine, on any thread; a flush follows."""
         self._outbox.append(delivery)
 
     def _post_chunk(self, stream: _Stream, item: GenerationChunk | MicroservingError) -> None:

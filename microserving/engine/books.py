@@ -6,6 +6,7 @@ what they are to be told, in order; the engine tells them without the lock).
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Sequence
 from functools import partial
 
@@ -26,6 +27,8 @@ from microserving.errors import (
 from microserving.protocol.generation import FinishReason, GenerationRequest
 from microserving.scheduler import Chunk, PageCopy, Scheduler, SequenceKind, SequenceState
 from microserving.scheduler import Sequence as TokenSequence
+
+logger = logging.getLogger(__name__)
 
 Event = Callable[[], None]
 
@@ -84,21 +87,29 @@ class Books:
         return [self.end(task, error)]
 
     def end_all(self, error: MicroservingError) -> list[Event]:
-        """End every request."""
-        return [self.end(task, error) for task in list(self._tasks.values())]
+        """End every request. The wall: one that the scheduler cannot end any more is told all the same."""
+        events: list[Event] = []
+        for task in list(self._tasks.values()):
+            try:
+                events.append(self.end(task, error))
+            except Exception:
+                logger.exception("request %s was not ended well", task.sequence.request_id)
+                events.append(partial(task.notify, error))
+        self._tasks.clear()
+        return events
 
     def expire_leases(self) -> None:
         self.statistics.leases_expired += len(self.scheduler.expire(self._clock()))
 
     # --- steps -----------------------------------------------------------------------------------------------
 
-    def schedule(self) -> tuple[list[Work], list[PageCopy], list[Event]]:
-        """The next step (empty: nothing can run), and what requests are to be told before it."""
+    def schedule(self, events: list[Event]) -> tuple[list[Work], list[PageCopy]]:
+        """The next step (empty: nothing can run). events: gets what requests are to be told before it."""
         self.expire_leases()
-        events = self._expire_requests()
+        self._expire_requests(events)
         step = self.scheduler.schedule(self._clock(), self._prefill_budget())
-        events += self._give_back()
-        return [Work(chunk, self._tasks[chunk.sequence]) for chunk in step.chunks], step.copies, events
+        self._give_back(events)
+        return [Work(chunk, self._tasks[chunk.sequence]) for chunk in step.chunks], step.copies
 
     def give_up(self) -> list[Event]:
         """End a send that has waited long enough for pages, when nothing could run."""
@@ -108,13 +119,13 @@ class Books:
         error = KVExhausted("reservations hold the KV pages that this send needs", retry_after_s=1.0)
         return [self.end(self._tasks[sequence], error)]
 
-    def complete(self, batch: Sequence[Work], result: StepResult) -> list[Event]:
-        """Account for the step; returns what its requests are to be told."""
-        events: list[Event] = []
+    def complete(self, batch: Sequence[Work], result: StepResult, events: list[Event]) -> None:
+        """Account for the step. events: gets what its requests are to be told, one by one, so that whatever goes wrong
+        here costs nobody an ending."""
         sampled = iter(result.sampled)
         if not result.failed:
             self._count_step([work.chunk for work in batch], result.times)
-        self.scheduler.complete(ok=not result.failed)
+        self.scheduler.complete(ok=not result.failed, bad=_failed_samples(batch, result))
         for index, work in enumerate(batch):
             if result.failed:
                 events += self._fail(work.task)
@@ -123,7 +134,6 @@ class Books:
                 events += self._advance_send(work.task, work.chunk, times)
             elif work.samples:
                 events += self._advance_generation(work.task, next(sampled))
-        return events
 
     # --- helpers ---------------------------------------------------------------------------------------------
 
@@ -136,18 +146,18 @@ class Books:
         position = max((s.computed for s in sequences if s.state is SequenceState.PREFILL), default=0)
         return self._pacer.budget(decodes, position, self.scheduler.config.chunk_size_tokens)
 
-    def _give_back(self) -> list[Event]:
+    def _give_back(self, events: list[Event]) -> None:
         """End what was preempted and is not to be computed again here."""
         lost = [t for t in self._tasks.values() if isinstance(t, Generation) and t.must_give_back]
         for task in lost:
             self._forget(task, "preempt")
-        return [partial(task.notify, task.output.preempted()) for task in lost]
+            events.append(partial(task.notify, task.output.preempted()))
 
-    def _expire_requests(self) -> list[Event]:
+    def _expire_requests(self, events: list[Event]) -> None:
         """Between steps only: nothing of these runs."""
-        late = self.scheduler.expired_sequences(self._clock())
-        error = DeadlineExceeded("the request took longer than its timeout")
-        return [self.end(self._tasks[sequence], error) for sequence in late]
+        for sequence in self.scheduler.expired_sequences(self._clock()):
+            error = DeadlineExceeded("the request took longer than its timeout")
+            events.append(self.end(self._tasks[sequence], error))
 
     def _count_step(self, chunks: Sequence[Chunk], times: StepTimes) -> None:
         seconds = (times.end_ns - times.begin_ns) / 1e9
@@ -219,10 +229,17 @@ class Books:
         return partial(task.notify, error)
 
     def _forget(self, task: Task, ending: str, *, publish: bool = True) -> None:
-        del self._tasks[task.sequence]
         if not is_over(task):
             self.scheduler.finish(task.sequence, publish=publish)
+        del self._tasks[task.sequence]
         self.statistics.finished[ending] += 1
+
+
+def _failed_samples(batch: Sequence[Work], result: StepResult) -> list[TokenSequence]:
+    """Whose sampling failed: what they computed may be wrong."""
+    sampling = [work.task.sequence for work in batch if work.samples]
+    pairs = zip(sampling, result.sampled, strict=not result.failed)
+    return [sequence for sequence, token in pairs if isinstance(token, InternalError)]
 
 
 def _nothing() -> None:

@@ -14,7 +14,8 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 
 import numpy as np
@@ -27,18 +28,9 @@ from microserving.engine.output import EngineTokenizer, OutputProcessor
 from microserving.engine.pacing import Pacer
 from microserving.engine.runner import ModelRunner
 from microserving.engine.statistics import Timings
-from microserving.engine.tasks import (
-    Generation,
-    OnChunk,
-    OnSent,
-    Send,
-)
+from microserving.engine.tasks import Generation, OnChunk, OnSent, Send
 from microserving.engine.validation import check_generation, check_prompt, check_send
-from microserving.errors import (
-    InternalError,
-    KVExhausted,
-    MicroservingError,
-)
+from microserving.errors import InternalError, KVExhausted, MicroservingError
 from microserving.protocol.generation import GenerationRequest
 from microserving.protocol.microserving import resolve_index
 from microserving.scheduler import LeasedPages, Scheduler, SequenceKind
@@ -114,7 +106,7 @@ class Engine:
             max_output=max_output,
         )
         ended = output.resume(request.resume_output_ids)
-        with self._lock:
+        with self._changing() as events:
             self._require_open()
             self._books.expire_leases()
             if ended is None:
@@ -123,8 +115,7 @@ class Engine:
                 self._books.add_generation(request, wanted, task)
             else:
                 self._books.count_ended(request, ended.finish_reason or "stop")
-        if ended is not None:
-            self._emit([partial(on_chunk, ended)])
+                events.append(partial(on_chunk, ended))
         self.on_change()
 
     def submit_send(self, job: SendJob, on_done: OnSent) -> None:
@@ -134,18 +125,17 @@ class Engine:
         KVExhausted when leases hold the pages that it needs, for longer than ``reserve_wait_s``. Raises as ``submit``.
         """
         check_send(job, vocab_size=self._vocab_size, max_context=self._max_context)
-        if job.begin == job.end:
-            on_done(SendDone(0, 0, 0, 0))
-            self.on_change()
-            return
         prompt = list(job.prompt_token_ids[: job.end])
         destination = (job.destination, id(job.pool))  # the runner takes one pool object per step
         sequence = TokenSequence(
             job.request_id, SequenceKind.SEND, prompt, self._clock(), destination, job.cache_salt
         )
-        with self._lock:
+        with self._changing() as events:
             self._require_open()
-            self._books.add_send(Send(sequence, job, on_done))
+            if job.begin < job.end:
+                self._books.add_send(Send(sequence, job, on_done))
+            else:
+                events.append(partial(on_done, SendDone(0, 0, 0, 0)))
         self.on_change()
 
     def abort(self, request_id: str) -> bool:
@@ -153,28 +143,34 @@ class Engine:
 
         Pages are free at once, or after the running step when the request is in it.
         """
-        with self._lock:
+        with self._changing() as events:
             found = self._scheduler.abort_reservation(request_id)
             self._books.statistics.aborts += found
-            events = self._books.abort_sequence(SequenceKind.GENERATE, request_id)
+            events += self._books.abort_sequence(SequenceKind.GENERATE, request_id)
             events += self._books.abort_sequence(SequenceKind.SEND, request_id)
-            revocations = self._revocations()
-        self._emit(revocations)
-        return self._after_abort(events, found or bool(events))
+            found = found or bool(events)
+        if found:
+            self.on_change()
+        return found
 
     def abort_send(self, request_id: str) -> bool:
         """End only the send of this id."""
-        with self._lock:
-            events = self._books.abort_sequence(SequenceKind.SEND, request_id)
-        return self._after_abort(events, bool(events))
+        with self._changing() as events:
+            events += self._books.abort_sequence(SequenceKind.SEND, request_id)
+            found = bool(events)
+        if found:
+            self.on_change()
+        return found
 
     def close(self, error: MicroservingError) -> None:
-        """End every request and reservation with ``error``, refuse later ones. Not during a step. Idempotent."""
-        with self._lock:
+        """End every request and reservation with ``error``, refuse later ones. Not during a step. Idempotent.
+
+        Every request is told, even when the books are broken.
+        """
+        with self._changing() as events:
             self._closed = self._closed or error
+            events += self._books.end_all(error)
             self._scheduler.abort_all_reservations()
-            events = self._books.end_all(error) + self._revocations()
-        self._emit(events)
 
     def match_prefix(self, prompt_token_ids: Sequence[int], cache_salt: str = "") -> int:
         """How many tokens of the prompt are cached. Reads only."""
@@ -195,7 +191,7 @@ class Engine:
         prompt = tuple(prompt_token_ids)
         check_prompt(prompt, vocab_size=self._vocab_size, max_context=self._max_context)
         end = resolve_index(end, len(prompt), param="end")
-        with self._lock:
+        with self._changing():
             self._require_open()
             self._books.expire_leases()
             lease = self._scheduler.try_reserve(request_id, prompt, end, self._clock(), cache_salt)
@@ -212,7 +208,7 @@ class Engine:
 
         Raises LeaseError when there is no live reservation, or not all of its K/V has arrived.
         """
-        with self._lock:
+        with self._changing():
             self._require_open()
             self._books.expire_leases()
             self._scheduler.require_not_ended(request_id)
@@ -222,7 +218,7 @@ class Engine:
 
     def renew(self, request_id: str) -> float:
         """Seconds until the lease now expires. Raises LeaseError when there is no live one."""
-        with self._lock:
+        with self._changing():
             self._books.expire_leases()
             if self._scheduler.get(SequenceKind.GENERATE, request_id) is None:
                 self._scheduler.renew(request_id, self._clock())
@@ -246,19 +242,21 @@ class Engine:
 
     def step(self) -> bool:
         """Schedule, execute, complete. False = nothing could run."""
-        with self._lock:
-            batch, copies, events = self._books.schedule()
-            events += self._revocations() if batch else self._books.give_up() + self._revocations()
-        self._emit(events)
+        with self._changing() as events:
+            batch, copies = self._books.schedule(events)
+            if not batch:
+                events += self._books.give_up()
+            moved = bool(batch or events)
         if batch:
             result = self._executor.execute(batch, copies)
-            with self._lock:
-                events = self._books.complete(batch, result)
-            self._emit(events)
-        return bool(batch or events)
+            with self._changing() as events:
+                self._books.complete(batch, result, events)
+        return moved
 
     def load(self) -> LoadSnapshot:
-        with self._lock:
+        """As it is at this moment, also in the middle of a step."""
+        with self._changing():
+            self._books.expire_leases()
             return self._books.statistics.snapshot(self._scheduler)
 
     def timings(self) -> Timings:
@@ -272,6 +270,20 @@ class Engine:
             self._scheduler.check()
 
     # --- helpers; those that touch state are called under the lock ---------------------------------------------
+
+    @contextmanager
+    def _changing(self) -> Iterator[list[Event]]:
+        """Under the lock. What the body appends is told when the lock is free again, also when the body raises; and
+        so are the writers whose leases ended in it."""
+        events: list[Event] = []
+        try:
+            with self._lock:
+                try:
+                    yield events
+                finally:
+                    events += [partial(self.on_revoked, lease) for lease in self._scheduler.take_revoked()]
+        finally:
+            self._emit(events)
 
     def _sequence(self, request: GenerationRequest) -> TokenSequence:
         now = self._clock()
@@ -293,15 +305,6 @@ class Engine:
             logger.exception("the pages of reservation %s could not be copied", lease.request_id)
             self._scheduler.abort_reservation(lease.request_id, "failed")
             raise InternalError("cached pages could not be copied") from None
-
-    def _after_abort(self, events: list[Event], found: bool) -> bool:
-        self._emit(events)
-        if found:
-            self.on_change()
-        return found
-
-    def _revocations(self) -> list[Event]:
-        return [partial(self.on_revoked, lease_id) for lease_id in self._scheduler.take_revoked()]
 
     def _require_open(self) -> None:
         if self._closed is not None:

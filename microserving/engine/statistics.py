@@ -91,7 +91,7 @@ class Statistics:
             reserved_pages=pages.reserved,
             quarantined_pages=pages.quarantined,
             total_pages=pages.total,
-            queued_prefill_tokens=sum(s.remaining for s in sequences if s.state is not SequenceState.DECODE),
+            queued_prefill_tokens=sum(s.work_ahead for s in sequences if s.state is not SequenceState.DECODE),
             prefill_tokens_per_s=self.prefill_tokens_per_s,
             decode_step_ms=self.decode_step_ms,
             counters=self._counters(scheduler),

@@ -24,7 +24,7 @@ The rules:
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from collections.abc import Sequence as Seq
 
 from microserving.errors import InternalError, LeaseError, Overloaded, RequestConflict
@@ -144,12 +144,15 @@ class Scheduler:
             return sends[-1]
         return None
 
-    def complete(self, ok: bool = True) -> None:
+    def complete(self, ok: bool = True, bad: Iterable[Sequence] = ()) -> None:
         """The step ran: count its tokens as computed, publish whole prompts, release what ended meanwhile.
 
         ok: False = it failed. Nothing of it counts, and the caller must end its sequences without publishing them.
+        bad: the sequences that did not get what they should, which the caller must end likewise.
         Call it before tokens are appended to the sequences.
         """
+        for sequence in bad:
+            sequence.publishes = False
         chunks, self._in_flight = self._in_flight, []
         for chunk in chunks:
             chunk.sequence.publishes = chunk.sequence.publishes and ok
@@ -166,7 +169,8 @@ class Scheduler:
         self._pool.copies_made(sequence)
         if chunk.last:
             sequence.state = SequenceState.DECODE
-            self._pool.publish(sequence, sequence.tokens[: sequence.computed])
+            if sequence.publishes:
+                self._pool.publish(sequence, sequence.tokens[: sequence.computed])
 
     # --- reservations ----------------------------------------------------------------------------------------
 

@@ -167,6 +167,23 @@ async def test_abort_by_id_ends_the_stream_with_an_error() -> None:
         assert not engine.abort("r")
 
 
+async def test_an_abort_waits_for_no_running_step() -> None:
+    async with running(pages=4) as engine:
+        gate = Gate(engine)
+        reservation = await engine.prep_recv("a", prompt_of(40), 40)
+        generation = asyncio.create_task(tokens(engine, request("r", [1, 2], 4)))
+        await gate.wait()
+        waiting = asyncio.create_task(engine.prep_recv("b", prompt_of(40), 40))
+        await asyncio.sleep(0)
+        assert engine.abort("r")
+        with pytest.raises(RequestAborted):
+            await generation
+        assert engine.abort(reservation.request_id)
+        assert (await waiting).request_id == "b"
+        assert not gate.opened.is_set(), "the step still runs"
+        gate.opened.set()
+
+
 async def test_a_slow_reader_finds_its_chunks_merged() -> None:
     stream = _Stream()
     stream.put(GenerationChunk("a", (1,), None, 5, 1))

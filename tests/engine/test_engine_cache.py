@@ -311,6 +311,16 @@ def test_a_copy_that_fails_ends_the_reservation(caplog: pytest.LogCaptureFixture
     node.assert_idle()
 
 
+def test_what_is_cached_is_no_queued_work() -> None:
+    node = Node(max_concurrent_prefills=1, chunk_size_tokens=16)
+    warm(node, 48)
+    node.submit(prompt_of(40, salt=9), 2)
+    node.engine.step()
+    assert node.engine.load().queued_prefill_tokens == 24
+    node.submit(PROMPT, 2)  # waits
+    assert node.engine.load().queued_prefill_tokens == 24 + len(PROMPT) - 48
+
+
 # --- figures -----------------------------------------------------------------------------------------------------------
 
 

@@ -12,10 +12,12 @@ from microserving.engine.runner import RunnerChunk, StepOutput
 from microserving.errors import (
     EngineUnavailable,
     InternalError,
+    KVExhausted,
     LeaseError,
     RequestAborted,
 )
 from microserving.protocol.generation import GenerationRequest, StopParams
+from microserving.scheduler import Sequence as TokenSequence
 
 from .harness import (
     GREEDY,
@@ -127,6 +129,56 @@ def test_aborting_a_reservation_under_a_writer_quarantines_its_pages() -> None:
     assert decode.engine.load().counters.tokens_received == 0
 
 
+def _refused_reservation(node: Node) -> None:
+    with pytest.raises(KVExhausted):
+        node.engine.prep_recv("new", tuple(prompt_of(60)), 60)
+
+
+def _refused_commit(node: Node) -> None:
+    with pytest.raises(LeaseError, match="expired"):
+        node.engine.commit("r")
+
+
+def _refused_renewal(node: Node) -> None:
+    with pytest.raises(LeaseError, match="expired"):
+        node.engine.renew("r")
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda node: node.submit([1, 2]),
+        lambda node: node.engine.prep_recv("new", (1, 2), 1),
+        _refused_reservation,
+        _refused_commit,
+        _refused_renewal,
+        lambda node: node.engine.load(),
+        lambda node: node.engine.step(),
+    ],
+    ids=["submit", "prep_recv", "prep_recv without pages", "commit", "renew", "load", "step"],
+)
+def test_whoever_finds_a_lease_expired_stops_its_writer_at_once(call: Callable[[Node], object]) -> None:
+    """Not only the next step: a long one may be running."""
+    node = Node(FakeRunner(total_pages=4))
+    _, lease = node.reserve_and_grant("r", prompt_of(20), 20)
+    revoked: list[int] = []
+    node.engine.on_revoked = revoked.append
+    node.clock.now += 31
+    call(node)
+    assert revoked == [lease.lease_id]
+    load = node.engine.load()
+    assert (load.quarantined_pages, load.counters.leases_expired) == (2, 1)
+
+
+def test_a_resumed_request_that_had_ended_stops_the_writer_of_its_reservation() -> None:
+    node = Node()
+    _, lease = node.reserve_and_grant("r", [1, 2, 3], 2)
+    revoked: list[int] = []
+    node.engine.on_revoked = revoked.append
+    outcome = node.submit([1, 2, 3], 2, request_id="r", more={"resume_output_ids": (4, 5)})
+    assert (outcome.finish_reason, revoked) == ("length", [lease.lease_id])
+
+
 def test_aborting_what_is_not_there() -> None:
     node = Node()
     assert not node.engine.abort("nobody")
@@ -146,7 +198,33 @@ def test_close_ends_everything_once() -> None:
         decode.submit([1])
     with pytest.raises(EngineUnavailable):
         decode.engine.prep_recv("s", (1,), 0)
+    nothing, _ = prefill.reserve_and_grant("n", [1], 0)
+    with pytest.raises(EngineUnavailable):
+        decode.send(prefill, nothing, [1])
     assert not decode.engine.step()
+
+
+def test_broken_books_cost_nobody_an_ending(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The second of three requests breaks them while the first, in the same step, has had its last token."""
+    node = Node()
+    outcomes = [node.submit([1, 2, i], 1, request_id=f"r{i}") for i in range(3)]
+    finish = node.engine._scheduler.finish
+
+    def broken(sequence: TokenSequence, publish: bool = True) -> None:
+        if sequence.request_id == "r1":
+            raise InternalError("the books do not balance")
+        finish(sequence, publish)
+
+    monkeypatch.setattr(node.engine._scheduler, "finish", broken)
+    with pytest.raises(InternalError):
+        node.engine.step()
+    assert [outcome.ended for outcome in outcomes] == [True, False, False]
+    node.engine.close(EngineUnavailable("the engine has failed"))
+    assert outcomes[0].tokens == alone([1, 2, 0], 1)
+    assert all(isinstance(outcome.error, EngineUnavailable) for outcome in outcomes[1:])
+    assert "request r1" in caplog.text
 
 
 def test_a_step_that_fails_ends_its_own_requests_only(caplog: pytest.LogCaptureFixture) -> None:
@@ -227,6 +305,16 @@ def test_logits_that_are_not_finite_end_one_request() -> None:
     node.run()
     assert isinstance(bad.error, InternalError)
     assert good.tokens == alone([1, 2, 3])
+    node.assert_idle()
+
+
+def test_nobody_shares_what_gave_logits_that_are_not_finite() -> None:
+    node = Node(NotFinite())
+    prompt = [*prompt_of(40), 13]
+    bad = node.submit(prompt)
+    node.run()
+    assert isinstance(bad.error, InternalError)
+    assert node.engine.match_prefix(prompt) == 0
     node.assert_idle()
 
 
