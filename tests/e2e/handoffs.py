@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import os
 import signal
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -57,6 +58,10 @@ class HandOff:
             request_id=self.request_id, return_token_ids=True, **body,
         )  # fmt: skip
 
+    def renew(self) -> bool:
+        """False: the lease has ended."""
+        return verb(self.cluster.decode, "renew", request_id=self.request_id).status_code == 200
+
     def abort_receiver(self) -> None:
         assert verb(self.cluster.decode, "abort", request_id=self.request_id).status_code == 200
 
@@ -95,9 +100,8 @@ def stopped_sender(
         hand_off = HandOff(cluster, f"stopped-{salt}", prompt, end or len(prompt) - 1, salt).prepare()
         before = counters(cluster.prefill)["tokens_sent"]
         sending = pool.submit(hand_off.send)
-        wait_until(
-            lambda f=sending, h=hand_off, b=before: f.done() or _is_sending(h, b + sent), 30, "sending"
-        )
+        caught = partial(_is_sending, hand_off, before + sent)
+        wait_until(partial(_either, sending.done, caught), 30, "sending")
         stop(pid)
         if load(cluster.decode)["leases"]["writing"] == 1:
             break
@@ -116,8 +120,12 @@ def stopped_sender(
 def _is_sending(hand_off: HandOff, sent: int) -> bool:
     """Keeps the lease alive, too: until it is so far."""
     decode, prefill = hand_off.cluster.decode, hand_off.cluster.prefill
-    verb(decode, "renew", request_id=hand_off.request_id)
-    return load(decode)["leases"]["writing"] == 1 and counters(prefill)["tokens_sent"] >= sent
+    hand_off.renew()
+    return bool(load(decode)["leases"]["writing"] == 1 and counters(prefill)["tokens_sent"] >= sent)
+
+
+def _either(one: Callable[[], bool], other: Callable[[], bool]) -> bool:
+    return one() or other()
 
 
 def wait_served(cluster: Cluster, timeout_s: float = 60) -> None:

@@ -31,8 +31,7 @@ def salted(bodies: list[dict[str, Any]], salt: str) -> list[dict[str, Any]]:
 @pytest.mark.timeout(200)
 @pytest.mark.case("PD-03")
 @pytest.mark.case("PD-40")
-@pytest.mark.parametrize("ending", ["wakes", "dies"])
-@pytest.mark.parametrize("sent", [0, 128], ids=["first-chunk", "later-chunk"])
+@pytest.mark.parametrize(("sent", "ending"), [(0, "wakes"), (128, "wakes"), (128, "dies")])
 def test_late_writes(sent: int, ending: str, tight: Cluster, alone: Callable[..., list[int]]) -> None:
     early, late = others(100), others(200)
     expected_early, expected_late = ([alone(**body) for body in bodies] for bodies in (early, late))
