@@ -155,10 +155,11 @@ class HandoffSender:
         """Compute the KV of prompt[begin:end] and put it where ``kv_addr_info`` says.
 
         begin, end: already resolved (not negative). request_id: this engine's name for the work. cache_salt: whose
-        cached prefixes may spare the computing. Returns only when
-        the receiver has every byte. Raises InvalidRequest, LeaseError (refused, expired), TransferFailed (receiver
-        gone or silent), or what the engine raises. On every failure, cancellation too, the receiver is told once no
-        put runs any more, so it does not wait.
+        cached prefixes may spare the computing. Returns only when the receiver has every byte.
+
+        Raises InvalidRequest (what was asked is not what was reserved: the reservation lives on), LeaseError (refused,
+        expired), TransferFailed (receiver gone or silent), or what the engine raises. On every failure but the first,
+        cancellation too, the receiver is told once no put runs any more, so it does not wait.
         """
         descriptor = self._checked(SendRange(prompt, begin, end, recv_rank), kv_addr_info)
         if self._closed:
@@ -209,11 +210,12 @@ class HandoffSender:
         asked_ns = self._now_ns()
         connection = await self._connect(descriptor.engine_id, descriptor.epoch)
         pool = connection.pool
-        self._check_pool(pool, descriptor)
+        check_slots_fit(descriptor, pool.total_pages * self._layout.page_size)
         write = _Write(connection, descriptor, self._timeout_s)
         try:
             guard = await write.begin()
             granted_ns = self._now_ns()
+            self._check_pool(pool)  # only now, so that the receiver is told
             job = SendJob(
                 request_id=request_id,
                 prompt_token_ids=prompt,
@@ -245,14 +247,13 @@ class HandoffSender:
             connecting.add_done_callback(lambda _: self._connecting.pop(key))
         return await asyncio.shield(connecting)
 
-    def _check_pool(self, pool: RemotePool, descriptor: KVDescriptor) -> None:
-        """Raises TransferFailed, InvalidRequest."""
+    def _check_pool(self, pool: RemotePool) -> None:
+        """Raises TransferFailed."""
         if pool.memory.nbytes != pool.total_pages * self._layout.bytes_per_page:
             raise TransferFailed(
                 f"the receiver's {pool.total_pages} KV pages have {pool.memory.nbytes} bytes,"
                 f" {self._layout.bytes_per_page} each were expected"
             )
-        check_slots_fit(descriptor, pool.total_pages * self._layout.page_size)
 
 
 class _Write:

@@ -275,7 +275,8 @@ def test_a_pool_of_another_geometry_is_refused(setup: Setup) -> None:
     other.serve("d0", "e2", PAGES, setup.observer)
     with pytest.raises(TransferFailed, match="8 KV pages have 16384 bytes, 1024 each were expected"):
         setup.send(kv_addr_info=setup.descriptor(epoch="e2"))
-    assert setup.observer.events == []
+    assert setup.engine.jobs == []
+    assert setup.observer.events == [("begin", 9), ("end", 9, False)]
     other.close()
 
 
