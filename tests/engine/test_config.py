@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import re
+from pathlib import Path
+
 import pytest
 from pydantic import ValidationError
 
@@ -23,3 +26,12 @@ def test_a_wait_that_no_clock_can_count_is_refused(field: str) -> None:
     assert getattr(EngineConfig(**{field: 3600.0}), field) == 3600.0
     with pytest.raises(ValidationError):
         EngineConfig(**{field: 1e300})
+
+
+def test_readme_tells_the_defaults() -> None:
+    readme = (Path(__file__).resolve().parents[2] / "README.md").read_text()
+    rows = re.findall(r"^\| `--([a-z-]+)` \| ([0-9.]+) \|", readme, re.MULTILINE)
+    assert len(rows) >= 10
+    config = EngineConfig()
+    for flag, default in rows:
+        assert getattr(config, flag.replace("-", "_")) == float(default), flag
