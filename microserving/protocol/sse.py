@@ -37,15 +37,16 @@ class SSEParser:
         self._data: list[str] = []
         self._held = 0
         self._at_start = True
+        self._at_rest = True  # nothing of an event that is not whole is held
 
     def feed(self, chunk: bytes) -> list[str]:
         """The data of the events that ``chunk`` completed.
 
         Raises EngineUnavailable when one event is longer than the limit (the peer is not what we think it is).
         """
-        if self._is_plain(chunk):
-            self._at_start = self._after_cr = False
-            return chunk[len(_DATA) : -2].decode("utf-8", "replace").split("\n\ndata: ")
+        if self._at_rest and (plain := _plain_events(chunk, self._max_event_bytes)) is not None:
+            self._at_start = False
+            return plain
         text = self._decoder.decode(chunk)
         if self._at_start and text:
             text = text.removeprefix("\ufeff")
@@ -60,20 +61,8 @@ class SSEParser:
         events = [event for event in map(self._take_line, lines) if event is not None]
         if self._held + len(rest) > self._max_event_bytes:
             raise EngineUnavailable("the engine sent an event over the size limit")
+        self._at_rest = not (rest or self._data or self._after_cr or self._decoder.getstate()[0])
         return events
-
-    def _is_plain(self, chunk: bytes) -> bool:
-        """Whether ``chunk`` is nothing but whole events of one data line each, as servers like ours send them."""
-        return (
-            chunk.startswith(_DATA)
-            and chunk.endswith(b"\n\n")
-            and not self._line
-            and not self._data
-            and not self._decoder.getstate()[0]
-            and b"\r" not in chunk
-            and chunk.count(b"\n") == 2 * chunk.count(b"\n\ndata: ") + 2
-            and len(chunk) <= self._max_event_bytes
-        )
 
     def _take_line(self, line: str) -> str | None:
         if not line:
@@ -85,3 +74,13 @@ class SSEParser:
             self._data.append(value)
             self._held += len(value) + 1  # the line break, so that empty lines count
         return None
+
+
+def _plain_events(chunk: bytes, max_bytes: int) -> list[str] | None:
+    """The data of ``chunk`` when it is nothing but whole events of one data line each, as servers like ours send them."""
+    if not chunk.startswith(_DATA) or not chunk.endswith(b"\n\n") or b"\r" in chunk or len(chunk) > max_bytes:
+        return None
+    text, line_ends = chunk[len(_DATA) : -2].decode("utf-8", "replace"), chunk.count(b"\n")
+    if line_ends == 2:
+        return [text]
+    return text.split("\n\ndata: ") if line_ends == 2 * chunk.count(b"\n\ndata: ") + 2 else None

@@ -51,6 +51,7 @@ class Connections:
         if authorization is not None:
             self._common += b"authorization: %b\r\n" % authorization
         self._connect_timeout_s = connect_timeout_s
+        self._heads: dict[str, bytes] = {}
         self._idle: list[_Connection] = []
         self._busy: set[_Connection] = set()
         self._connecting: dict[asyncio.Timeout, Exception | None] = {}
@@ -100,6 +101,23 @@ class Connections:
         connection = await self._connect(connect_timeout_s or self._connect_timeout_s)
         return await self._send_on(connection, message, limit_s, per_piece)
 
+    async def post(self, path: str, content: bytes, *, limit_s: float) -> tuple[Answer, bytes]:
+        """Send JSON, and take the whole answer: its head, and its body. As ``send`` and ``read``, but what every request
+        needs takes one wait."""
+        head = self._heads.get(path)
+        if head is None:
+            head = self._heads[path] = self._post_head(path)
+        message = b"%b%d\r\n\r\n%b" % (head, len(content), content)
+        connection = self._reusable()
+        if connection is not None:
+            try:
+                return await self._post_on(connection, message, limit_s)
+            except BrokenConnectionError:
+                if connection.heard:
+                    raise
+        connection = await self._connect(self._connect_timeout_s)
+        return await self._post_on(connection, message, limit_s)
+
     def fail_all(self, error: Exception) -> None:
         """Whoever waits for a connection, or for an answer that has a limit, gets ``error`` now."""
         for connection in list(self._busy):
@@ -128,6 +146,20 @@ class Connections:
             self._done(connection)
             raise
         return Answer(connection, self)
+
+    async def _post_on(self, connection: _Connection, message: bytes, limit_s: float) -> tuple[Answer, bytes]:
+        self._busy.add(connection)
+        try:
+            connection.send(message, limit_s, False)
+            body = await connection.take_whole()
+            return Answer(connection, None), body
+        finally:
+            self._done(connection)
+
+    def _post_head(self, path: str) -> bytes:
+        """All up to the value of the content length."""
+        json = b"content-type: application/json\r\n"
+        return b"POST %b HTTP/1.1\r\n%b%bcontent-length: " % (path.encode("ascii"), self._common, json)
 
     async def _connect(self, timeout_s: float) -> _Connection:
         loop = asyncio.get_running_loop()
@@ -169,14 +201,14 @@ class Connections:
 
 
 class Answer:
-    """One answer. Its body is read once, by ``read`` or ``pieces``."""
+    """One answer. Its body is read once, by ``read`` or ``pieces``. owner: None when that was done."""
 
     __slots__ = ("_connection", "_headers", "_owner", "status")
 
-    def __init__(self, connection: _Connection, owner: Connections) -> None:
+    def __init__(self, connection: _Connection, owner: Connections | None) -> None:
         self.status = connection.status
         self._headers = connection.headers
-        self._connection: _Connection | None = connection
+        self._connection = None if owner is None else connection
         self._owner = owner
 
     def header(self, name: bytes) -> str | None:
@@ -207,12 +239,15 @@ class Answer:
     async def close(self) -> None:
         """Give the connection back, or close it when the body was not read to its end. Idempotent."""
         connection, self._connection = self._connection, None
-        if connection is not None:
+        if connection is not None and self._owner is not None:
             self._owner._done(connection)
 
 
 class _Connection(asyncio.Protocol):
-    """One connection, one exchange at a time: ``send``, ``head``, ``take`` ..., ``end``."""
+    """One connection, one exchange at a time: ``send``, ``head``, ``take`` ... or ``take_whole``, ``end``.
+
+    Its timer outlives exchanges: one that goes off before its time looks at what is under way then.
+    """
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         self._loop = loop
@@ -222,6 +257,7 @@ class _Connection(asyncio.Protocol):
         self._reading = True
         self._in_exchange = False
         self._timer: asyncio.TimerHandle | None = None
+        self._timer_at = 0.0
         self._idle_since = 0.0
         self._reset()
 
@@ -239,6 +275,7 @@ class _Connection(asyncio.Protocol):
         self._pieces: list[bytes] = []
         self._held = 0
         self._waiter: asyncio.Future[None] | None = None
+        self._until_end = False
 
     # What ``Connections`` and ``Answer`` do
 
@@ -252,9 +289,9 @@ class _Connection(asyncio.Protocol):
         self._in_exchange = True
         self._per_piece = per_piece
         self.limit_s = limit_s
-        self._heard_at = self._loop.time()
-        if limit_s is not None:
-            self._timer = self._loop.call_later(limit_s, self._check_time)
+        self._since = self._loop.time()
+        if limit_s is not None and (self._timer is None or self._timer_at > self._since + limit_s):
+            self._start_timer(self._since + limit_s)
         self._transport.write(message)
 
     async def head(self) -> None:
@@ -278,9 +315,20 @@ class _Connection(asyncio.Protocol):
             self._transport.resume_reading()
         return pieces[0] if len(pieces) == 1 else b"".join(pieces)
 
+    async def take_whole(self) -> bytes:
+        """Wait for the head and the body at once."""
+        self._until_end = True
+        while not self._is_whole:
+            if self._error is not None:
+                raise self._error
+            await self._wait()
+            if not self._reading:
+                self._until_end = False
+                return await self.take_all()
+        pieces = self._pieces
+        return pieces[0] if len(pieces) == 1 else b"".join(pieces)
+
     async def take_all(self) -> bytes:
-        if self._is_whole:
-            return await self.take()
         parts = []
         while part := await self.take():
             parts.append(part)
@@ -288,7 +336,6 @@ class _Connection(asyncio.Protocol):
 
     def end(self) -> bool:
         """The exchange is over. Whether another one may follow."""
-        self._stop_timer()
         self._in_exchange = False
         self._idle_since = self._loop.time()
         return self._is_whole and self._reusable and self._error is None and not self._closed
@@ -316,20 +363,28 @@ class _Connection(asyncio.Protocol):
         if self._waiter is not None and not self._waiter.done():
             self._waiter.set_result(None)
 
+    def _start_timer(self, when: float) -> None:
+        self._stop_timer()
+        self._timer_at = when
+        self._timer = self._loop.call_at(when, self._check_time)
+
     def _stop_timer(self) -> None:
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
 
     def _check_time(self) -> None:
-        """The limit has passed since the exchange began, or since this was called last."""
-        assert self.limit_s is not None  # or there were no timer
+        """The limit of this exchange, or of an earlier one, has passed."""
         self._timer = None
-        left = self._heard_at + self.limit_s - self._loop.time()
-        if not self._is_whole and self._per_piece and (left > 0 or self._pieces):
+        if not self._in_exchange or self._is_whole or self.limit_s is None:
+            return
+        left = self._since + self.limit_s - self._loop.time()
+        if self._pieces and self._per_piece:
             # With pieces it is not the peer who is slow, but whoever should take them.
-            self._timer = self._loop.call_later(max(left, self.limit_s / 10), self._check_time)
-        elif not self._is_whole:
+            left = max(left, self.limit_s / 10)
+        if left > 0:
+            self._start_timer(self._loop.time() + left)
+        else:
             self.fail(TimeoutError())
 
     # asyncio.Protocol
@@ -342,7 +397,8 @@ class _Connection(asyncio.Protocol):
             self.abort()
             return
         self.heard = True
-        self._heard_at = self._loop.time()
+        if self._per_piece:
+            self._since = self._loop.time()
         try:
             self._parser.feed_data(data)
         except (httptools.HttpParserError, httptools.HttpParserUpgrade) as error:
@@ -352,7 +408,8 @@ class _Connection(asyncio.Protocol):
             self._reading = False
             self._transport.pause_reading()
         if self._has_head:
-            self._wake()
+            if self._is_whole or not self._until_end or not self._reading:
+                self._wake()
             return
         self._head_bytes += len(data)
         if self._head_bytes > MAX_HEAD_BYTES:
@@ -397,4 +454,3 @@ class _Connection(asyncio.Protocol):
             return
         self._is_whole = True
         self._reusable = self._parser.should_keep_alive()
-        self._stop_timer()

@@ -6,10 +6,9 @@ Does not know which request holds what (``holdings``) nor when an engine counts 
 from __future__ import annotations
 
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
-from contextlib import aclosing
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any, Final, TypeVar
 
 import msgspec
 
@@ -22,6 +21,7 @@ from microserving.protocol.body import WireModel, validate
 from microserving.protocol.generation import GenerationChunk, RemoteSendResult
 from microserving.protocol.generation_stream import GenerationStreamReader
 from microserving.protocol.sse import SSEParser
+from microserving.router.connections import Answer, ConnectionFailedError
 from microserving.router.engine_http import EngineHTTP
 from microserving.router.in_flight import InFlight
 from microserving.router.mlc_peer import mlc_body, mlc_info
@@ -30,6 +30,9 @@ AnswerT = TypeVar("AnswerT", bound=WireModel)
 ResultT = TypeVar("ResultT")
 ReplyT = TypeVar("ReplyT")
 
+_PREP_RECV: Final = "/microserving/prep_recv"
+_REMOTE_SEND: Final = "/microserving/remote_send"
+_START_GENERATE: Final = "/microserving/start_generate"
 _STREAM_FIELDS = wire.stream_fields()
 _LOAD_FIELDS = tuple(EngineLoad.__dataclass_fields__)
 SLOWEST_TOKEN_S = 1.0
@@ -117,7 +120,7 @@ class HttpEngineClient(EngineClient):
 
     async def prep_recv(self, request: Request, *, end: int) -> Received:
         answer = await self._ask(
-            "prep_recv", request, {"end": end}, verb_answers.PREP_RECV, self._timeouts.prep_recv
+            _PREP_RECV, request, {"end": end}, verb_answers.PREP_RECV, self._timeouts.prep_recv
         )
         resolved = end + request.prompt_length if end < 0 else end
         if answer.prefix_matched_length > resolved:
@@ -137,30 +140,40 @@ class HttpEngineClient(EngineClient):
             "recv_rank": to.rank,
         }
         answer = await self._ask(
-            "remote_send", request, fields, verb_answers.REMOTE_SEND, self._timeouts.stage
+            _REMOTE_SEND, request, fields, verb_answers.REMOTE_SEND, self._timeouts.stage
         )
         return answer.result()
 
     async def start_generate(self, request: Request, *, begin: int = 0) -> AsyncIterator[GenerationChunk]:
+        http = self._http
         reader = GenerationStreamReader(request.prompt_length, len(request.resume_output_ids))
         if request.whole:
             yield await self._generate_whole(request, begin, reader)
             return
         body = self._body(request, {**_STREAM_FIELDS, "begin": begin})
         parser = SSEParser()
-        pieces = self._http.stream(_path("start_generate"), body, silence_s=self._timeouts.stage)
+        answer: Answer | None = None
         answered = False
-        with _Judged(self):
-            async with aclosing(pieces):
-                async for piece in pieces:
-                    if not answered:
-                        answered = True
-                        self._on_outcome(self, True)
-                    for data in parser.feed(piece):
-                        for chunk in self._read_event(reader, data):
-                            yield chunk
+        try:
+            answer = await http.open_stream(_START_GENERATE, body, silence_s=self._timeouts.stage)
+            while piece := await answer.next_piece():
+                if not answered:
+                    answered = True
+                    self._on_outcome(self, True)
+                for data in parser.feed(piece):
+                    for chunk in self._read_event(reader, data):
+                        yield chunk
+                http.check_open()  # it may have come between two waits
             if not reader.done:
-                raise self._http.broken("ended the stream early")
+                raise http.broken("ended the stream early")
+        except (TimeoutError, ConnectionFailedError) as error:
+            raise self._failed(http.lost(error)) from None
+        except EngineUnavailable as error:
+            self._failed(error)
+            raise
+        finally:
+            if answer is not None:
+                await answer.close()
 
     async def _generate_whole(
         self, request: Request, begin: int, reader: GenerationStreamReader
@@ -168,14 +181,17 @@ class HttpEngineClient(EngineClient):
         """All of the output as one chunk: an answer instead of an event for every token."""
         body = self._body(request, {"begin": begin, "return_token_ids": True})
         timeout_s = self._timeouts.stage + (request.stop.max_tokens or 0) * SLOWEST_TOKEN_S
-        with _Judged(self):
-            self._http.check_open()
-            content = await self._http.fetch(_path("start_generate"), body, timeout_s=timeout_s)
+        self._http.check_open()
+        try:
+            content = await self._http.fetch(_START_GENERATE, body, timeout_s=timeout_s)
             self._on_outcome(self, True)
             try:
                 return reader.read_whole(content)
             except MicroservingError as error:
                 raise self._http.seen_by_client(error) from None
+        except EngineUnavailable as error:
+            self._failed(error)
+            raise
 
     async def commit(self, request: Request) -> int:
         if self.verbs_only:
@@ -227,7 +243,7 @@ class HttpEngineClient(EngineClient):
         """Of an engine that cannot be asked what it is: any answer shows that it lives."""
         http = self._http
         if self.info is None or self.info.model_hash:  # another program may have taken its place
-            verb = _path("start_generate")
+            verb = _START_GENERATE
             if not await http.knows(verb, connect_timeout_s=connect_timeout_s):
                 raise http.broken("is none: it knows no verb")
         models = await http.probe("/v1/models", connect_timeout_s=connect_timeout_s)
@@ -280,15 +296,18 @@ class HttpEngineClient(EngineClient):
         timeout_s: float,
     ) -> AnswerT:
         self._http.check_open()
-        with _Judged(self):
+        try:
             body = await self._http.post(_path(verb), self._body(request, fields), timeout_s=timeout_s)
             result = self._answer(answer, body)
+        except EngineUnavailable as error:
+            self._failed(error)
+            raise
         self._on_outcome(self, True)
         return result
 
     async def _ask(
         self,
-        verb: str,
+        path: str,
         request: Request,
         fields: Mapping[str, object],
         decoder: msgspec.json.Decoder[ReplyT],
@@ -296,16 +315,24 @@ class HttpEngineClient(EngineClient):
     ) -> ReplyT:
         """As ``_verb``, for what every request needs."""
         self._http.check_open()
-        with _Judged(self):
-            content = await self._http.fetch(_path(verb), self._body(request, fields), timeout_s=timeout_s)
-            try:
-                reply = decoder.decode(content)
-            except msgspec.ValidationError as error:
-                raise self._http.broken(f"gave a wrong answer: {error}") from None
-            except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
-                raise self._http.broken("answered something that is not a JSON object") from None
+        try:
+            content = await self._http.fetch(path, self._body(request, fields), timeout_s=timeout_s)
+            reply = decoder.decode(content)
+        except msgspec.ValidationError as error:
+            raise self._failed(self._http.broken(f"gave a wrong answer: {error}")) from None
+        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+            raise self._failed(self._http.broken("answered something that is not a JSON object")) from None
+        except EngineUnavailable as error:
+            self._failed(error)
+            raise
         self._on_outcome(self, True)
         return reply
+
+    def _failed(self, error: MicroservingError) -> MicroservingError:
+        """``error``, with which a verb ended; noted when the engine is to blame."""
+        if isinstance(error, EngineUnavailable) and not isinstance(error, ShuttingDown):
+            self._on_outcome(self, False)
+        return error
 
     def _answer(self, model: type[AnswerT], body: dict[str, Any]) -> AnswerT:
         try:
@@ -318,22 +345,6 @@ class HttpEngineClient(EngineClient):
             return reader.feed(data)
         except MicroservingError as error:
             raise self._http.seen_by_client(error) from None
-
-
-class _Judged:
-    """Around a verb: tell when the engine failed it."""
-
-    __slots__ = ("_client",)
-
-    def __init__(self, client: HttpEngineClient) -> None:
-        self._client = client
-
-    def __enter__(self) -> None:
-        return None
-
-    def __exit__(self, _kind: object, error: BaseException | None, _trace: object) -> None:
-        if error is not None and isinstance(error, EngineUnavailable) and not isinstance(error, ShuttingDown):
-            self._client._on_outcome(self._client, False)
 
 
 def _path(verb: str) -> str:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from http import HTTPStatus
 from types import MappingProxyType
 from typing import Any, TypeVar
@@ -72,7 +72,7 @@ class EngineHTTP:
         self._given_up = False
         self._connections = Connections(url, connect_timeout_s=connect_timeout_s, authorization=authorization)
         self._on_unreachable = on_unreachable
-        self._waits: set[asyncio.Timeout] = set()
+        self._waits: set[_Wait] = set()
 
     async def get(self, path: str, *, timeout_s: float) -> dict[str, Any]:
         """The JSON object at ``path``. Raises the leaf that the failure or the error answer stands for."""
@@ -95,9 +95,12 @@ class EngineHTTP:
         """The JSON object that answers ``body``. Raises as ``get``."""
         return self._object(*await self._exchange("POST", path, _content(body), timeout_s))
 
-    async def fetch(self, path: str, body: Mapping[str, Any] | bytes, *, timeout_s: float) -> bytes:
+    async def fetch(self, path: str, body: bytes, *, timeout_s: float) -> bytes:
         """As ``post``, but the answer's bytes."""
-        answer, content = await self._exchange("POST", path, _content(body), timeout_s)
+        try:
+            answer, content = await self._connections.post(path, body, limit_s=timeout_s)
+        except (TimeoutError, ConnectionFailedError) as error:
+            raise self.lost(error) from None
         if answer.status != 200:
             raise self._refusal(answer, content)
         return content
@@ -109,44 +112,40 @@ class EngineHTTP:
         answer, content = await self._exchange("POST", path, _content(body), timeout_s)
         return None if answer.status == HTTPStatus.NOT_FOUND else self._object(answer, content)
 
-    async def stream(
-        self, path: str, body: Mapping[str, Any] | bytes, *, silence_s: float
-    ) -> AsyncGenerator[bytes, None]:
-        """The answer's bytes as they come; no gap may be longer than ``silence_s``. Raises as ``get``.
+    async def open_stream(self, path: str, body: bytes, *, silence_s: float) -> Answer:
+        """An answer whose ``next_piece`` is to be asked for; no gap may be longer than ``silence_s``. Raises as ``get``.
 
         Read to its end, the connection can be used again; closed earlier, the engine sees us leave.
         """
         self.check_open()
-        answer: Answer | None = None
         try:
             answer = await self._connections.send(
-                "POST", path, headers=_JSON, content=_content(body), limit_s=silence_s, per_piece=True
+                "POST", path, headers=_JSON, content=body, limit_s=silence_s, per_piece=True
             )
-            if answer.status != 200:
-                raise self._refusal(answer, await answer.read())
-            while True:
-                self.check_open()  # it may have come between two waits
-                piece = await answer.next_piece()
-                if not piece:
-                    return
-                yield piece
         except (TimeoutError, ConnectionFailedError) as error:
-            raise self._lost(error) from None
-        finally:
-            if answer is not None:
-                await answer.close()
+            raise self.lost(error) from None
+        if answer.status == 200:
+            return answer
+        try:
+            raise self._refusal(answer, await _read(answer))
+        except (TimeoutError, ConnectionFailedError) as error:
+            raise self.lost(error) from None
 
     async def while_answering(self, work: Awaitable[ResultT]) -> ResultT:
         """``work``, which needs this engine without asking it. Raises EngineUnavailable once it is given up."""
-        limit = asyncio.timeout(0.0 if self._given_up else None)
-        self._waits.add(limit)
+        wait = _Wait()
+        self._waits.add(wait)
+        if self._given_up:
+            asyncio.get_running_loop().call_soon(wait.end)
         try:
-            async with limit:
-                return await work
-        except TimeoutError as error:
-            raise self._lost(error) from None
+            return await work
+        except asyncio.CancelledError:
+            if wait.settle():
+                raise self.lost(TimeoutError()) from None
+            raise
         finally:
-            self._waits.discard(limit)
+            wait.over = True
+            self._waits.discard(wait)
 
     def came_back(self) -> None:
         """It answers again."""
@@ -169,10 +168,8 @@ class EngineHTTP:
             raise ShuttingDown
 
     def _end_waits(self) -> None:
-        now = asyncio.get_running_loop().time()
         for wait in self._waits:
-            if not wait.expired():  # one that is just ending cannot be moved any more
-                wait.reschedule(now)
+            wait.end()
         self._connections.fail_all(TimeoutError())
 
     async def close(self) -> None:
@@ -201,7 +198,7 @@ class EngineHTTP:
             )
             return answer, await _read(answer)
         except (TimeoutError, ConnectionFailedError) as error:
-            raise self._lost(error) from None
+            raise self.lost(error) from None
 
     async def _probe(
         self, method: str, path: str, content: bytes, connect_timeout_s: float
@@ -216,7 +213,7 @@ class EngineHTTP:
             self.check_open()
             raise TimeoutError from None
         except (TimeoutError, ConnectionFailedError) as error:
-            raise self._lost(error) from None
+            raise self.lost(error) from None
 
     def _object(self, answer: Answer, content: bytes) -> dict[str, Any]:
         if answer.status != 200:
@@ -226,8 +223,8 @@ class EngineHTTP:
             raise self.broken("answered something that is not a JSON object")
         return body
 
-    def _lost(self, error: Exception) -> MicroservingError:
-        """What a failure means. Raises ShuttingDown when that is why."""
+    def lost(self, error: Exception) -> MicroservingError:
+        """What the failure of a connection means. Raises ShuttingDown when that is why."""
         self.check_open()
         if isinstance(error, TimeoutError):
             return self.broken(self._silence)
@@ -248,6 +245,29 @@ class EngineHTTP:
         refusal = error_from_body(answer.status, error)
         refusal.retry_after_s = _seconds(answer.header(b"retry-after"))
         return self.seen_by_client(refusal)
+
+
+class _Wait:
+    """The running task's wait, which may be ended from elsewhere."""
+
+    __slots__ = ("_cancelling", "_task", "ended", "over")
+
+    def __init__(self) -> None:
+        task = asyncio.current_task()
+        assert task is not None  # in a coroutine
+        self._task = task
+        self._cancelling = task.cancelling()
+        self.ended = self.over = False
+
+    def end(self) -> None:
+        """Idempotent."""
+        if not self.ended and not self.over:
+            self.ended = True
+            self._task.cancel()
+
+    def settle(self) -> bool:
+        """Afterwards, when it was cancelled: whether only ``end`` did it."""
+        return self.ended and self._task.uncancel() <= self._cancelling
 
 
 async def _read(answer: Answer) -> bytes:
