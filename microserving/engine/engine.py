@@ -4,9 +4,9 @@ Owns: the live requests and the order of a step (schedule, execute, complete). T
 microseconds and never while the model runs, so who brings a request waits for no step. Does not know: asyncio, HTTP,
 descriptors, how KV travels.
 
-Callbacks are called without the lock: on the thread that steps, or on the one that aborted the request. A request gets
-exactly one ending: a chunk with a ``finish_reason`` (or a ``SendDone``), or an error. Callbacks must not block; one
-that raises is logged, and costs nobody else an ending.
+Callbacks are called without the lock: on the thread that steps, or on the one whose call ended the request. A request
+gets exactly one ending: a chunk with a ``finish_reason`` (or a ``SendDone``), or an error. Callbacks must not block;
+one that raises is logged, and costs nobody else an ending.
 """
 
 from __future__ import annotations

@@ -116,7 +116,8 @@ class LoadSnapshot:
 
     cached_pages: ``pinned`` (in use, too) plus ``evictable`` (at once). running, waiting: sequences (generations and
     sends). reserved: live leases; leases: their state (``issued``, ``writing``, ``arrived``) -> number.
-    prefill_tokens_per_s and decode_step_ms: moving averages over the last steps, 0.0 while there were none.
+    queued_prefill_tokens: still to be computed, without what the cache was seen to have. prefill_tokens_per_s and
+    decode_step_ms: moving averages over the last steps, 0.0 while there were none.
     """
 
     running: int

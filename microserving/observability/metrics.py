@@ -85,7 +85,7 @@ PREEMPTIONS: Final = _counter("preemptions", "Sequences that lost their pages to
 ABORTS: Final = _counter("aborts", "Requests and reservations ended by their caller")
 LEASES_EXPIRED: Final = _counter("leases_expired", "Reservations that nobody used in time")
 FINISHED: Final = _counter(
-    "engine_requests", "Generations (each choice is one) and sends of this engine by ending", "ending"
+    "requests_finished", "Generations (each choice is one) and sends of this engine by ending", "ending"
 )
 STEP_SECONDS: Final = _histogram(
     "step_seconds", "One model step, by whether prompts were computed in it", "kind"

@@ -70,9 +70,11 @@ class GenerationRequest:
     no deadline. resume_output_ids: output tokens that another engine produced already for this very request; the
     engine goes on behind them (they count as output: for usage, penalties, stops, the random numbers and max_tokens)
     and does not give them out again. preemption: what becomes of the request when its pages are needed for others: the
-    engine computes its tokens again later, or ends it with the finish reason ``preempt`` (never a client's). metadata (the client's, OpenAI's field) and headers (the few that ``front`` lets
-    pass, lower-case names): for router programs only; no engine gets them. whole: nobody looks at the output before its end, so that it may come as
-    one chunk.
+    engine computes its tokens again later, or ends it with the finish reason ``preempt`` (never a client's).
+
+    metadata (the client's, OpenAI's field) and headers (the few that ``front`` lets pass, lower-case names): for router
+    programs only; no engine gets them. whole: nobody looks at the output before its end, so that it may come as one
+    chunk.
     """
 
     request_id: str

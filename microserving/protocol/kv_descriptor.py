@@ -250,7 +250,8 @@ def check_descriptor(
 ) -> None:
     """Refuse a descriptor that is not for this model, layout, prompt and range, or has expired. now: unix seconds.
 
-    wanted: its range lies inside its prompt, whose ids fit int32. Raises InvalidRequest naming the field at fault; LeaseError when expired.
+    wanted: its range lies inside its prompt, whose ids fit int32. Raises InvalidRequest naming the field at fault;
+    LeaseError when expired.
     """
     if descriptor.layout_hash != layout.hash:
         raise _bad(f"is for another KV layout: {layout.hash} here, {descriptor.layout_hash} there")

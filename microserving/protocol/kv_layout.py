@@ -4,8 +4,8 @@ Pool: ``[layers, pages, 2, kv_heads, page_size * head_dim]`` of ``dtype``. Index
 (``[page_size, head_dim]``); index 0 (K) is transposed (``[head_dim, page_size]``), so that 16 keys lie side by side.
 A slot is ``page * page_size + offset``. The number of pages is not part of the layout: engines may differ in it.
 
-``activations`` is the precision of the products that K and V come from: it moves no byte, but engines that differ in it compute
-other numbers from the same tokens, and must not take each other's pages.
+``activations`` is the precision of the products that K and V come from: it moves no byte, but engines that differ in it
+compute other numbers from the same tokens, and must not take each other's pages.
 """
 
 from __future__ import annotations

@@ -70,10 +70,6 @@ class VerbRequest(CompletionRequest):
         return prompts
 
     @property
-    def only_prompt(self) -> Prompt:
-        return self.prompt[0]
-
-    @property
     def given_id(self) -> str | None:
         """The request id that the caller chose: `request_id`, else `user` (MLC's habit); None = the server makes one."""
         return self.request_id or self.user or None

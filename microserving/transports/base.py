@@ -17,9 +17,8 @@ it holds the lease's id. The receiver clears it the moment the lease ends, howev
 
 After ``begin`` was granted the receiver must not give the lease's pages to anyone else until ``finish`` was seen or
 the connection closed: neither a cancelled write nor ``revoke`` is a fence, and between the reading of the word and the
-last store of a put lies a layer's worth of time. If the lease ends (abort, expiry) before
-``begin``, its pages are free at once and a later ``begin`` is refused. If it ends later, ``revoke`` saves the writer
-work that nobody wants.
+last store of a put lies a layer's worth of time. If the lease ends (abort, expiry) before ``begin``, its pages are free
+at once and a later ``begin`` is refused. If it ends later, ``revoke`` saves the writer work that nobody wants.
 """
 
 from __future__ import annotations
@@ -110,8 +109,9 @@ class Connection(ABC):
     def begin(self, lease: Lease, on_stop: OnStop = tell_nobody) -> Future[LeaseGuard]:
         """Ask to write. Never waits and never raises; the future does, when the receiver answers.
 
-        Its result guards every put of this lease. It raises LeaseError when refused, TransferFailed when the receiver is gone; while the receiver is silent it
-        is not done. Who will not wait any longer calls ``finish(lease, False)``, which withdraws the question.
+        Its result guards every put of this lease. It raises LeaseError when refused, TransferFailed when the receiver
+        is gone; while the receiver is silent it is not done. Who will not wait any longer calls
+        ``finish(lease, False)``, which withdraws the question.
         """
 
     @abstractmethod

@@ -108,7 +108,7 @@ def test_an_mlc_body_passes() -> None:
     request = validate(
         PrepRecvRequest, {**body, "logprobs": None, "stream": False, "echo": False, "max_tokens": None}
     )
-    assert request.only_prompt == [1, 2]
+    assert request.prompt == [[1, 2]]
     assert request.end == -1
 
 
@@ -145,7 +145,7 @@ def test_a_generation_request_survives_the_wire() -> None:
     assert parsed.seed == 2**64 - 1
     assert parsed.sampling_params(parsed.seed) == sampling
     assert parsed.stop_params(parsed.max_tokens or 0) == request.stop
-    assert (parsed.only_prompt, parsed.given_id, parsed.begin) == ([1, 2, 3], "r-1", -1)
+    assert (parsed.prompt, parsed.given_id, parsed.begin) == ([[1, 2, 3]], "r-1", -1)
     assert (parsed.cache_salt, parsed.timeout) == ("tenant", 2.5)
     assert (parsed.resume_output_ids, parsed.preemption) == ((7, 8), "return")
     assert parsed.stream

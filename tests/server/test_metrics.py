@@ -45,7 +45,7 @@ def test_the_figures_are_the_loads(prefill: Running, decode: Running) -> None:
     ]:
         assert got[metric,] == counters[counter], metric
     for ending, number in counters["requests_finished"].items():
-        assert got["engine_requests_total", ending] == number
+        assert got["requests_finished_total", ending] == number
     assert scrape(prefill)["tokens_sent_total",] == prefill.load()["counters"]["tokens_sent"]
     assert got["engine_ttft_seconds_count",] >= 1
     assert got["engine_itl_seconds_count",] >= 2
@@ -71,5 +71,5 @@ def test_what_clients_send_is_in_no_label(decode: Running) -> None:
     after = scrape(decode)
     assert set(after) == set(before)
     assert "secret" not in decode.http.get("/metrics").text
-    finished = ("engine_requests_total", "length")
+    finished = ("requests_finished_total", "length")
     assert after[finished] - before[finished] == 33, "each choice is a generation of the engine"

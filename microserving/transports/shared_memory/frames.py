@@ -1,7 +1,8 @@
 """What the two ends say to each other: fixed little binary frames, one per SOCK_SEQPACKET message.
 
 hello (receiver -> writer, once, with the pool's memfd), then BEGIN and FINISH (writer -> receiver) and one REPLY to
-each, which carries the same number; REVOKED (receiver -> writer) at any time. Whatever does not parse is a FrameError; nothing here is trusted or evaluated.
+each, which carries the same number; REVOKED (receiver -> writer) at any time. Whatever does not parse is a FrameError;
+nothing here is trusted or evaluated.
 """
 
 from __future__ import annotations
