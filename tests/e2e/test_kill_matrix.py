@@ -161,7 +161,7 @@ def armed(pairs: Pairs, cell: Cell) -> Iterator[Trigger]:
     def act(reached: FaultProxy) -> None:
         strike(pairs, cell.fault, victim(pairs, cell, reached))
 
-    length = 3 * LONG if cell.stage == "transfer" else 0
+    length = 3 * LONG if cell.stage == "transfer" and cell.program not in WHOLE else 0
     trigger = Trigger(*point(pairs, cell), act, length)
     try:
         with pairs.watched_by(trigger):
