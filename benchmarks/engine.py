@@ -21,7 +21,7 @@ from typing import get_args
 import numpy as np
 
 from microserving.engine.config import EngineConfig, available_cpus
-from microserving.engine.kernels.common import detect_isa
+from microserving.engine.kernels.isa import detect_isa
 from microserving.engine.model_runner import TVMModelRunner
 from microserving.engine.runner import RunnerChunk
 from microserving.model_files import DEFAULT_MODEL, ResolvedModel, open_model

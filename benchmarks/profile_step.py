@@ -27,12 +27,14 @@ from pathlib import Path
 from engine import PAGE_SIZE, Bench, add_model_options
 from tvm import tirx
 
-from microserving.engine.compiler import compile_graph, load_objects
-from microserving.engine.kernels.common import detect_isa
+from microserving.engine.compiler.compile import compile_graph
+from microserving.engine.kernels.isa import detect_isa
 from microserving.engine.model_runner import TVMModelRunner
-from microserving.engine.models.base import ModelSpec, export
+from microserving.engine.models.base import export
 from microserving.engine.models.registry import model_class
+from microserving.engine.models.spec import ModelSpec
 from microserving.engine.runner import RunnerChunk
+from microserving.engine.tvm_runtime import load_objects
 from microserving.engine.weights import tile_kind
 from microserving.model_files import ModelConfig, ResolvedModel, open_model
 

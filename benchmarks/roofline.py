@@ -14,7 +14,8 @@ import tvm
 from tvm import tirx
 from tvm.script import tirx as T  # noqa: N812
 
-from microserving.engine.kernels.common import LANES, Isa, detect_isa, fma, splat
+from microserving.engine.kernels.common import LANES, fma, splat
+from microserving.engine.kernels.isa import Isa, detect_isa
 from microserving.engine.model_runner import set_tvm_threads
 from microserving.model_files import WeightSource
 

@@ -14,23 +14,28 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-import tvm
 import tvm_ffi
-from tvm import relax
 
-from microserving.engine.compiler import CodeCache, load_objects
+from microserving.engine.compiler import CodeCache
 from microserving.engine.compiler.model import compiled_model
-from microserving.engine.kernels.common import detect_isa
-from microserving.engine.kernels.kv_write import LAYER_END, PUT_BEGIN, PUT_END
+from microserving.engine.kernels.isa import detect_isa
 from microserving.engine.kernels.plan import AttentionShape, Planner
-from microserving.engine.kernels.slot_copy import NAME as COPY
-from microserving.engine.kernels.slot_copy import copy_runs
-from microserving.engine.models.base import ModelSpec
-from microserving.engine.models.registry import model_class
+from microserving.engine.kernels.transfer import COPY, LAYER_END, PUT_BEGIN, PUT_END, copy_runs
+from microserving.engine.models.spec import ModelSpec
 from microserving.engine.rope import RopeTable
 from microserving.engine.runner import LayerTimes, RemoteTarget, RunnerChunk, StepOutput
 from microserving.engine.tensors import Staging, lease_tensor, pool_tensor
-from microserving.engine.weights import pack_matrix, pack_vector, tile_kind
+from microserving.engine.tvm_runtime import (
+    array_of,
+    constant,
+    empty_array,
+    global_function,
+    load_objects,
+    tensor,
+    tensor_of,
+    virtual_machine,
+)
+from microserving.engine.weights import load_weights
 from microserving.errors import InternalError, ModelLoadError
 from microserving.model_files import ModelConfig, WeightSource, default_cache_dir
 from microserving.protocol.kv_layout import KVLayout
@@ -47,7 +52,7 @@ class TVMModelRunner:
     def __init__(
         self, code: Any, parameters: list[Any], config: ModelConfig, layout: KVLayout, pool: Any, threads: int
     ) -> None:
-        self._machine = machine = relax.VirtualMachine(code, tvm.cpu())
+        self._machine = machine = virtual_machine(code)
         self._step, self._step_put = machine["step"], machine["step_put"]
         self._parameters = tvm_ffi.convert(parameters)  # once: it is a call into C++ for each
         self._config, self._layout, self._pool, self._threads = config, layout, pool, threads
@@ -55,14 +60,14 @@ class TVMModelRunner:
             config.num_heads, layout.kv_heads, layout.head_dim, layout.page_size, layout.dtype
         )
         self._planner = Planner(shape, threads)
-        self._workspace = tvm.runtime.empty((1, shape.group, shape.state_width), "float32")
+        self._workspace = tensor_of(empty_array((1, shape.group, shape.state_width), np.float32))
         self._rope = RopeTable(layout.head_dim, config.rope_theta)
         self._staging = Staging()
         self._copy = code.get_function(
             COPY, query_imports=True
         )  # not by way of the machine, which runs one call at a time
-        self._always = [tvm.runtime.tensor(np.array(words, np.int64)) for words in ([0, 1], [1])]
-        self._no_times = tvm.runtime.tensor(np.zeros((layout.layers, 3), np.int64))
+        self._always = [tensor(np.array(words, np.int64)) for words in ([0, 1], [1])]
+        self._no_times = tensor(np.zeros((layout.layers, 3), np.int64))
         self._thread: int | None = None
 
     @classmethod
@@ -78,7 +83,7 @@ class TVMModelRunner:
         progress: Progress | None = None,
         cache: CodeCache | None = None,
     ) -> TVMModelRunner:
-        """Pack the weights, get the code, wrap the pool.
+        """Get the packed weights and the code, wrap the pool. TVM's compiler is imported only for what is not cached.
 
         pool_memory: uint8 [>= layout.bytes_per_page * total_pages], 64-byte aligned and writable; used in place.
         progress(stage, fraction): stages "weights", "compile" (only when not cached) and "load".
@@ -89,12 +94,13 @@ class TVMModelRunner:
         _check_shapes(config, layout)
         isa = detect_isa()
         isa.check_kv_dtype(layout.dtype)
-        arrays = _pack(weights, report)
-        kinds = {name: kind for name, (_, kind) in arrays.items() if kind is not None}
+        directory = cache_dir or default_cache_dir()
+        arrays = dict(load_weights(weights, directory, threads, report))
+        kinds = {name: packed.kind for name, packed in arrays.items() if packed.kind is not None}
         spec = ModelSpec(config, layout, isa, kinds)
-        names, *objects = compiled_model(spec, cache or CodeCache(cache_dir or default_cache_dir()), report)
+        names, *objects = compiled_model(spec, cache or CodeCache(directory), report)
         report("load", 0.0)
-        parameters = [tvm.runtime.tensor(arrays.pop(name)[0]) for name in names.decode().split("\n")]
+        parameters = [constant(arrays.pop(name).array) for name in names.decode().split("\n")]
         pool = pool_tensor(pool_memory, layout, total_pages)
         runner = cls(load_objects(tuple(objects)), parameters, config, layout, pool, threads)
         report("load", 1.0)
@@ -127,19 +133,19 @@ class TVMModelRunner:
 
     def instrument(self, listener: Callable[[str, bool], None]) -> None:
         """From now on call listener(kernel's name, whether it is about to run) around every call in a step: for profiles."""
-        self._machine.set_instrument(lambda _function, name, before, *_rest: listener(name, before))
+        self._machine["set_instrument"](lambda _function, name, before, *_rest: listener(name, before))
 
     def run(self, chunks: Sequence[RunnerChunk]) -> StepOutput:
         self._own_thread()
         arguments = self._arguments(chunks)
         puts = [chunk.put for chunk in chunks if chunk.put is not None]
         if not puts:
-            return StepOutput(self._step(*arguments, self._parameters).numpy(), None)
+            return StepOutput(array_of(self._step(*arguments, self._parameters)), None)
         remote = self._remote_arguments(chunks, puts[0].pool)
         logits, times = self._step_put(*arguments, *remote, self._parameters)
-        stamps = times.numpy()
+        stamps = array_of(times)
         return StepOutput(
-            logits.numpy(), LayerTimes(stamps[:, PUT_BEGIN], stamps[:, PUT_END], stamps[:, LAYER_END])
+            array_of(logits), LayerTimes(stamps[:, PUT_BEGIN], stamps[:, PUT_END], stamps[:, LAYER_END])
         )
 
     def copy_slots(
@@ -152,18 +158,18 @@ class TVMModelRunner:
         pages = self.total_pages if remote is None else remote.pool.total_pages
         _check_range("slot of a copy", source, self.total_pages * page_size)
         _check_range("slot of a copy", target, pages * page_size)
-        runs = tvm.runtime.tensor(copy_runs(source, target, page_size))
+        runs = tensor(copy_runs(source, target, page_size))
         if remote is None:
             if np.isin(target, source).any():
                 raise InternalError("a slot is both source and target of a copy")
             guard, leases = self._always
             self._copy(runs, guard, self._pool, self._pool, leases, self._no_times)
             return None
-        times = tvm.runtime.tensor(np.zeros((self._layout.layers, 3), np.int64))
-        guard = tvm.runtime.tensor(np.array(_guard_row(remote.guard, remote.pool), np.int64))
+        times = tensor(np.zeros((self._layout.layers, 3), np.int64))
+        guard = tensor(np.array(_guard_row(remote.guard, remote.pool), np.int64))
         into = pool_tensor(remote.pool.memory, self._layout, remote.pool.total_pages)
         self._copy(runs, guard, self._pool, into, lease_tensor(remote.pool.leases), times)
-        stamps = times.numpy()
+        stamps = array_of(times)
         return LayerTimes(stamps[:, PUT_BEGIN], stamps[:, PUT_END], stamps[:, PUT_END])
 
     def _arguments(self, chunks: Sequence[RunnerChunk]) -> list[Any]:
@@ -188,7 +194,7 @@ class TVMModelRunner:
         ]
         *placed, logit_rows = self._staging.place(inputs)
         if plan.decode.workspace[0] > self._workspace.shape[0]:
-            self._workspace = tvm.runtime.empty(plan.decode.workspace, "float32")
+            self._workspace = tensor_of(empty_array(plan.decode.workspace, np.float32))
         return [*placed, self._workspace, logit_rows, self._pool]
 
     def _page_table(self, chunks: Sequence[RunnerChunk]) -> npt.NDArray[np.int32]:
@@ -213,8 +219,8 @@ class TVMModelRunner:
         _check_range("remote slot", slots, pool.total_pages * self._layout.page_size, lowest=-1)
         times = np.zeros((self._layout.layers, 3), np.int64)
         remote = pool_tensor(pool.memory, self._layout, pool.total_pages)
-        made = [tvm.runtime.tensor(array) for array in (slots, guards)]
-        return [remote, *made, lease_tensor(pool.leases), tvm.runtime.tensor(times)]
+        made = [tensor(array) for array in (slots, guards)]
+        return [remote, *made, lease_tensor(pool.leases), tensor(times)]
 
     def _own_thread(self) -> None:
         """TVM's worker pool belongs to the calling thread: set its size before its first use there."""
@@ -232,7 +238,7 @@ def set_tvm_threads(threads: int) -> None:
     os.environ["TVM_NUM_THREADS"] = str(threads)
     os.environ["TVM_BIND_THREADS"] = "0"  # two engines on a host must not be pinned to the same core
     os.environ.setdefault("TVM_THREAD_POOL_SPIN_COUNT", _SPIN_COUNT)
-    tvm.get_global_func("runtime.config_threadpool")(1, threads)
+    global_function("runtime.config_threadpool")(1, threads)
 
 
 def _check_shapes(config: ModelConfig, layout: KVLayout) -> None:
@@ -271,16 +277,3 @@ def _guard_row(guard: LeaseGuard, pool: RemotePool) -> tuple[int, int]:
     if not 0 <= guard.word < len(pool.leases) or guard.lease_id < 1:
         raise InternalError("a put has no lease word")
     return guard.word, guard.lease_id
-
-
-def _pack(weights: WeightSource, report: Progress) -> dict[str, tuple[npt.NDArray[Any], Any]]:
-    """Parameter -> (array, tile kind; None for a vector)."""
-    parameters = model_class(weights.config.architecture).parameters_of(weights.config)
-    packed: dict[str, tuple[npt.NDArray[Any], Any]] = {}
-    for done, (name, sources) in enumerate(parameters.items()):
-        report("weights", done / len(parameters))
-        parts = [weights.weight(source) for source in sources]
-        is_matrix = len(parts[0].shape) == 2
-        packed[name] = (pack_matrix(parts), tile_kind(parts)) if is_matrix else (pack_vector(parts), None)
-    report("weights", 1.0)
-    return packed

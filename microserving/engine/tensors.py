@@ -1,6 +1,6 @@
 """numpy memory as TVM tensors without a copy: KV pools, lease words, and the small arrays of a step.
 
-Owns: alignment. Compiled vector loads assume 64 bytes. Does not know what the arrays mean.
+Does not know what the arrays mean.
 """
 
 from __future__ import annotations
@@ -10,19 +10,11 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-import tvm
 
+from microserving.engine.tvm_runtime import ALIGNMENT, aligned_bytes, tensor_of
 from microserving.protocol.kv_layout import KVLayout
 
-ALIGNMENT = 64
 _FIRST_STAGING_BYTES = 1 << 16
-
-
-def aligned_bytes(size: int) -> npt.NDArray[np.uint8]:
-    """Zeroed uint8 [size] that starts at a multiple of 64."""
-    memory = np.zeros(size + ALIGNMENT, np.uint8)
-    start = -memory.ctypes.data % ALIGNMENT
-    return memory[start : start + size]
 
 
 def pool_tensor(memory: npt.NDArray[np.uint8], layout: KVLayout, total_pages: int) -> Any:
@@ -33,14 +25,14 @@ def pool_tensor(memory: npt.NDArray[np.uint8], layout: KVLayout, total_pages: in
     size = layout.bytes_per_page * total_pages
     if memory.dtype != np.uint8 or memory.ndim != 1 or memory.nbytes < size or memory.ctypes.data % ALIGNMENT:
         raise ValueError(f"pool memory must be at least {size} bytes, uint8, aligned to {ALIGNMENT}")
-    return tvm.runtime.from_dlpack(memory[:size].view(layout.dtype).reshape(layout.shape(total_pages)))
+    return tensor_of(memory[:size].view(layout.dtype).reshape(layout.shape(total_pages)))
 
 
 def lease_tensor(leases: npt.NDArray[np.int64]) -> Any:
     """A receiver's lease words as a tensor over the same memory. Raises ValueError when they are not aligned int64."""
     if leases.dtype != np.int64 or leases.ndim != 1 or leases.ctypes.data % ALIGNMENT:
         raise ValueError(f"lease words must be int64, aligned to {ALIGNMENT}")
-    return tvm.runtime.from_dlpack(leases)
+    return tensor_of(leases)
 
 
 class Staging:
@@ -62,4 +54,4 @@ class Staging:
     def _placed(self, begin: int, array: npt.NDArray[Any]) -> Any:
         copy = self._memory[begin : begin + array.nbytes].view(array.dtype).reshape(array.shape)
         np.copyto(copy, array)
-        return tvm.runtime.from_dlpack(copy)
+        return tensor_of(copy)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import threading
 from pathlib import Path
 
@@ -88,3 +89,13 @@ def test_the_key_depends_on_parts_and_sources(tmp_path: Path) -> None:
     assert key != cache_key({"a": 2, "b": [2]}, [tmp_path])
     source.write_text("two")
     assert key != cache_key({"a": 1, "b": [2]}, [tmp_path])
+
+
+def test_a_full_disk_leaves_no_temporary_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(_file: object, _objects: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    cache = CodeCache(tmp_path)
+    monkeypatch.setattr(cache, "_write_file", full)
+    assert cache.get("k", lambda: OBJECTS) == OBJECTS
+    assert [file.name for file in (tmp_path / "code").iterdir()] == ["k.lock"]

@@ -9,7 +9,6 @@ import pytest
 import tvm
 from tvm import tirx
 
-from microserving.engine.kernels.common import detect_isa
 from microserving.engine.kernels.elementwise import (
     SERIAL_ROWS,
     add_rms_norm_kernel,
@@ -19,7 +18,8 @@ from microserving.engine.kernels.elementwise import (
     rope_kernel,
     silu_mul_kernel,
 )
-from microserving.engine.kernels.matmul import MatmulShape
+from microserving.engine.kernels.isa import detect_isa
+from microserving.engine.kernels.tiles import MatmulShape
 from microserving.engine.rope import RopeTable
 from microserving.engine.weights import pack_matrix, tile_kind
 from microserving.model_files import WeightKind

@@ -15,15 +15,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tvm import tirx
 
-from microserving.engine.kernels.common import Isa, detect_isa, make_isa
 from microserving.engine.kernels.elementwise import add_rms_norm_kernel, silu_mul_kernel
-from microserving.engine.kernels.matmul import MatmulShape, TileKind
+from microserving.engine.kernels.isa import Isa, detect_isa, make_isa
 from microserving.engine.kernels.matmul_int8 import column_order, matmul_int8_kernel
 from microserving.engine.kernels.quantise import (
     add_norm_quantise_kernel,
     quantise_kernel,
     silu_mul_quantise_kernel,
 )
+from microserving.engine.kernels.tiles import MatmulShape, TileKind
 from microserving.engine.model_runner import TVMModelRunner
 from microserving.engine.runner import RunnerChunk
 from microserving.engine.weights import pack_matrix, tile_kind

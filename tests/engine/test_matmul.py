@@ -11,8 +11,9 @@ import tvm
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from microserving.engine.kernels.common import detect_isa, make_isa
-from microserving.engine.kernels.matmul import MatmulShape, TileKind, matmul_kernel
+from microserving.engine.kernels.isa import detect_isa, make_isa
+from microserving.engine.kernels.matmul import matmul_kernel
+from microserving.engine.kernels.tiles import MatmulShape, TileKind
 from microserving.engine.weights import pack_matrix, tile_kind
 from microserving.errors import ModelLoadError
 from microserving.model_files import Weight, WeightKind

@@ -21,7 +21,7 @@ import pytest
 from microserving.engine.compiler import CodeCache
 from microserving.engine.model_runner import TVMModelRunner
 from microserving.engine.runner import RemotePut, RunnerChunk
-from microserving.engine.tensors import aligned_bytes
+from microserving.engine.tvm_runtime import aligned_bytes
 from microserving.errors import ConfigError, InternalError, ModelLoadError
 from microserving.protocol.kv_layout import KVDtype
 from microserving.transports.base import LeaseGuard, RemotePool

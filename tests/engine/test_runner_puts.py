@@ -20,7 +20,7 @@ import pytest
 from microserving.engine.fake_runner import FakeRunner
 from microserving.engine.model_runner import TVMModelRunner
 from microserving.engine.runner import LayerTimes, ModelRunner, RemotePut, RemoteTarget, RunnerChunk
-from microserving.engine.tensors import aligned_bytes
+from microserving.engine.tvm_runtime import aligned_bytes
 from microserving.errors import InternalError
 from microserving.transports import create_transport
 from microserving.transports.base import LeaseGuard, RemotePool

@@ -1,7 +1,7 @@
-"""From a graph to machine code and back, without a C compiler or linker.
+"""From a graph to machine code, without a C compiler or linker. Imports TVM's compiler: only for code that is not cached.
 
-Owns: the form of compiled code (ELF objects in memory: TVM's LLVM code generator writes them, LLVM's ORC JIT links them into
-the process). Does not know models, nor where code is kept.
+Owns: how graphs become ELF objects (``tvm_runtime.load_objects`` links them into a process). Does not know models, nor
+where code is kept.
 """
 
 from __future__ import annotations
@@ -11,15 +11,10 @@ from pathlib import Path
 from typing import Any
 
 import tvm
-import tvm_ffi_orcjit
 from tvm import relax, tirx
 
-from microserving.engine.kernels.common import Isa
-
-Objects = tuple[bytes, ...]
-"""The object files of one module: its kernels, and its VM bytecode as data."""
-
-_NO_CXX_RUNTIME = "microserving-needs-no-c++-runtime"  # else orcjit asks a C++ compiler where libstdc++ is
+from microserving.engine.kernels.isa import Isa
+from microserving.engine.tvm_runtime import Objects
 
 
 def compile_graph(module: tvm.IRModule, isa: Isa) -> Objects:
@@ -58,9 +53,3 @@ def export_objects(executable: Any) -> Objects:
 
     executable.export_library("unused.so", fcompile=keep)
     return tuple(found)
-
-
-def load_objects(objects: Objects) -> Any:
-    """Link ``objects`` into this process: a module for ``relax.VirtualMachine``. Takes milliseconds."""
-    session = tvm_ffi_orcjit.default_session()
-    return session.load_module(list(objects), keep_module_alive=True, cxx=_NO_CXX_RUNTIME)

@@ -12,9 +12,9 @@ from pathlib import Path
 import microserving.engine.kernels as kernels
 import microserving.engine.models as models
 from microserving.engine.compiler.cache import CodeCache, cache_key
-from microserving.engine.compiler.compile import Objects, compile_graph
-from microserving.engine.models.base import ModelSpec, export
 from microserving.engine.models.registry import model_class
+from microserving.engine.models.spec import ModelSpec
+from microserving.engine.tvm_runtime import Objects
 
 Progress = Callable[[str, float], None]
 
@@ -34,6 +34,9 @@ def compiled_model(spec: ModelSpec, cache: CodeCache, progress: Progress) -> Obj
 
     def build() -> Objects:
         progress("compile", 0.0)
+        from microserving.engine.compiler.compile import compile_graph  # these import TVM's compiler
+        from microserving.engine.models.base import export
+
         module, names = export(model_class(spec.config.architecture)(spec), spec)
         progress("compile", 0.6)
         objects = compile_graph(module, spec.isa)

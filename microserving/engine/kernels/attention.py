@@ -31,7 +31,6 @@ from microserving.engine.kernels.common import (
     F32_LANES,
     LANES,
     LOG2_E,
-    Isa,
     exp2,
     fma,
     lane_max,
@@ -39,6 +38,7 @@ from microserving.engine.kernels.common import (
     left_fold,
     splat,
 )
+from microserving.engine.kernels.isa import Isa
 from microserving.engine.kernels.plan import KEY_BLOCK, KEY_SPAN, TASK_FIELDS, AttentionShape
 
 LOWEST = float(np.finfo("float32").min)  # start of a running maximum; finite, since LOWEST - LOWEST must be 0

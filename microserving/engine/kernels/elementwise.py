@@ -17,7 +17,7 @@ from tvm import tirx
 from tvm.script import tirx as T  # noqa: N812
 
 from microserving.engine.kernels.common import F32_LANES, LANES, LOG2_E, Expr, exp2, fma, lane_sum, splat
-from microserving.engine.kernels.matmul import CODE_BITS, GROUP, HEADER_BYTES, TILE_ROWS, MatmulShape
+from microserving.engine.kernels.tiles import CODE_BITS, GROUP, HEADER_BYTES, TILE_ROWS, MatmulShape
 
 SERIAL_ROWS = 16
 """Up to so many rows are not worth waking another thread for."""

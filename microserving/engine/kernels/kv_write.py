@@ -15,12 +15,8 @@ from tvm import tirx
 from tvm.script import tirx as T  # noqa: N812
 
 from microserving.engine.kernels.common import LANES
+from microserving.engine.kernels.transfer import GUARD_ID, GUARD_WORD, PUT_BEGIN, PUT_END
 from microserving.protocol.kv_layout import KVDtype
-
-PUT_BEGIN, PUT_END, LAYER_END = 0, 1, 2
-"""Columns of ``times``, int64 [layers, 3]."""
-GUARD_WORD, GUARD_ID = 0, 1
-"""Columns of ``guards``, int64 [.., 2]: what they guard may be written while leases[word] == id."""
 
 _CLOCK_MONOTONIC = 1
 _SERIAL_ROWS = 32  # below this, waking the other threads costs more than the copy

@@ -1,14 +1,7 @@
 # mypy: disable-error-code="untyped-decorator"
 """y = x @ w.T with float32 rows and packed weights: one arithmetic order for every row count, so every row is its own.
 
-Owns: the tile format of packed weights and the kernels that read it. Does not know files, layers or models.
-
-Tile format: uint8 [ceil(N / 16), ceil(K / 32), bytes]. One entry holds 16 output rows x 32 input columns:
-  q4   16 float16 scales, 16 float16 biases, uint32 [4, 16]: nibble j of word [b, r] is the code of column 8b + j, row r
-  q8   16 float16 scales, 16 float16 biases, uint32 [8, 16]: byte j of word [b, r] is the code of column 4b + j, row r
-  f32, f16, bf16   [32, 16] numbers (column, row)
-A word per row keeps the codes in their 32-bit lane: a shift, a mask and a conversion, no shuffle. Rows beyond N and columns
-beyond K are packed as zeros; columns beyond K are never read into a sum.
+Owns: the kernels that read the tiles of ``kernels.tiles``. Does not know files, layers or models.
 
 Order of a row: w[n, k] = fma(scale, code, bias) rounded to float32 (or the widened number), then one chain
 acc = fma(x[k], w[k], acc) over ascending k from 0. A single row reads weights straight into the chain; several rows share
@@ -18,47 +11,19 @@ a tile that is widened once into scratch. The generated functions are long becau
 from __future__ import annotations
 
 import functools
-from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 from tvm import tirx
 from tvm.script import tirx as T  # noqa: N812
 
-from microserving.engine.kernels.common import F32_LANES, I32_LANES, LANES, Expr, Isa, fma, splat
-
-TileKind = Literal["q4", "q8", "f32", "f16", "bf16"]
-TILE_ROWS = LANES
-GROUP = 32
-"""Input columns of one tile entry; the quantisation group of q4 and q8."""
-HEADER_BYTES = 64  # of q4 and q8: scales, then biases
-CODE_BITS: dict[str, int] = {"q4": 4, "q8": 8}
-NUMBER_BYTES: dict[str, int] = {"f32": 4, "f16": 2, "bf16": 2}
+from microserving.engine.kernels.common import F32_LANES, I32_LANES, LANES, Expr, fma, splat
+from microserving.engine.kernels.isa import Isa
+from microserving.engine.kernels.tiles import CODE_BITS, GROUP, HEADER_BYTES, TILE_ROWS, MatmulShape, TileKind
 
 _COLUMN_BLOCK = 512  # columns widened at once: 32 KiB of scratch
 _ROW_BLOCK = 96  # rows of x that pass over one widened tile: they stay in the L2 cache from tile to tile
 _CHUNKS = 64  # parallel pieces at most
 _TILES_PER_CHUNK = 4  # at least
-
-
-def entry_bytes(kind: TileKind) -> int:
-    """Bytes of one 16 x 32 entry."""
-    if kind in CODE_BITS:
-        return HEADER_BYTES + TILE_ROWS * GROUP * CODE_BITS[kind] // 8
-    return TILE_ROWS * GROUP * NUMBER_BYTES[kind]
-
-
-@dataclass(frozen=True, slots=True)
-class MatmulShape:
-    """y[m, rows] = x[m, columns] @ w.T for any m."""
-
-    kind: TileKind
-    rows: int
-    columns: int
-
-    @property
-    def tiles(self) -> tuple[int, int, int]:
-        """The shape of the packed weight (uint8)."""
-        return (-(-self.rows // TILE_ROWS), -(-self.columns // GROUP), entry_bytes(self.kind))
 
 
 def _lane() -> Expr:

@@ -24,15 +24,10 @@ from typing import Any, ClassVar
 from tvm import tirx
 from tvm.script import tirx as T  # noqa: N812
 
-from microserving.engine.kernels.common import F32_LANES, I32_LANES, LANES, Expr, Isa, fma, splat
-from microserving.engine.kernels.matmul import (
-    CODE_BITS,
-    GROUP,
-    HEADER_BYTES,
-    MatmulShape,
-    TileKind,
-    chunks_of,
-)
+from microserving.engine.kernels.common import F32_LANES, I32_LANES, LANES, Expr, fma, splat
+from microserving.engine.kernels.isa import Isa
+from microserving.engine.kernels.matmul import chunks_of
+from microserving.engine.kernels.tiles import CODE_BITS, GROUP, HEADER_BYTES, MatmulShape, TileKind
 
 QUADS = GROUP // 4
 _QUAD_BYTES = 4 * LANES

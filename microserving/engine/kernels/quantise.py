@@ -18,8 +18,8 @@ from tvm.script import tirx as T  # noqa: N812
 
 from microserving.engine.kernels.common import F32_LANES, I32_LANES, LANES, Expr, lane_max, splat
 from microserving.engine.kernels.elementwise import SERIAL_ROWS, normalise_row, sigmoid
-from microserving.engine.kernels.matmul import GROUP, TileKind
 from microserving.engine.kernels.matmul_int8 import QUADS, column_order
+from microserving.engine.kernels.tiles import GROUP, TileKind
 
 _LARGEST_CODE = 127.0
 _SMALLEST = 2.0**-100

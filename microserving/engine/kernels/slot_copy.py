@@ -1,7 +1,7 @@
 # mypy: disable-error-code="untyped-decorator"
 """Copying K/V that is already in a pool, all layers at once: into other pages of the pool or another engine's pool.
 
-Owns: the kernel and the form of its orders (``copy_runs``). Serial, so that any thread may call it beside a step: TVM's
+Owns: the kernel; its orders are made by ``transfer.copy_runs``. Serial, so that any thread may call it beside a step: TVM's
 workers belong to the step's thread.
 """
 
@@ -9,37 +9,21 @@ from __future__ import annotations
 
 import functools
 
-import numpy as np
-import numpy.typing as npt
 from tvm import tirx
 from tvm.script import tirx as T  # noqa: N812
 
-from microserving.engine.kernels.kv_write import (
+from microserving.engine.kernels.kv_write import read_clock, read_lease_word
+from microserving.engine.kernels.transfer import (
+    COPY,
     GUARD_ID,
     GUARD_WORD,
+    LENGTH,
     PUT_BEGIN,
     PUT_END,
-    read_clock,
-    read_lease_word,
+    SOURCE,
+    TARGET,
 )
 from microserving.protocol.kv_layout import KVDtype
-
-SOURCE, TARGET, LENGTH = 0, 1, 2
-"""Columns of ``runs``, int32 [.., 3]: a run is ``length`` consecutive slots, inside one page at either end."""
-NAME = "copy_slots"
-
-
-def copy_runs(
-    source: npt.NDArray[np.int32], target: npt.NDArray[np.int32], page_size: int
-) -> npt.NDArray[np.int32]:
-    """int32 [runs, 3]: the longest runs of slots source[i] -> target[i] (int32 [n] each) that cross no page."""
-    if not len(source):
-        return np.zeros((0, 3), np.int32)
-    goes_on = (np.diff(source) == 1) & (np.diff(target) == 1)
-    new_page = (source[1:] % page_size == 0) | (target[1:] % page_size == 0)
-    starts = np.flatnonzero(np.concatenate([[True], ~goes_on | new_page]))
-    lengths = np.diff(np.append(starts, len(source)))
-    return np.stack([source[starts], target[starts], lengths], axis=1).astype(np.int32)
 
 
 @functools.lru_cache
@@ -81,7 +65,7 @@ def copy_kernel(kv_heads: int, head_dim: int, page_size: int, kv_dtype: KVDtype)
         leases_handle: T.handle,
         times_handle: T.handle,
     ) -> None:
-        T.func_attr({"global_symbol": NAME, "tirx.noalias": True, "tirx.is_scheduled": True})
+        T.func_attr({"global_symbol": COPY, "tirx.noalias": True, "tirx.is_scheduled": True})
         n = T.int64()
         layers = T.int64()
         source_pages = T.int64()

@@ -14,37 +14,20 @@ from tvm import tirx
 from tvm.relax.frontend import nn
 
 from microserving.engine.kernels.attention import decode_kernel, prefill_kernel
-from microserving.engine.kernels.common import Isa
 from microserving.engine.kernels.elementwise import embedding_kernel
-from microserving.engine.kernels.kv_write import LAYER_END, append_kernel, put_kernel, stamp_kernel
-from microserving.engine.kernels.matmul import CODE_BITS, GROUP, MatmulShape, TileKind, matmul_kernel
+from microserving.engine.kernels.kv_write import append_kernel, put_kernel, stamp_kernel
+from microserving.engine.kernels.matmul import matmul_kernel
 from microserving.engine.kernels.matmul_int8 import QUADS, matmul_int8_kernel
-from microserving.engine.kernels.plan import TASK_FIELDS, AttentionShape
+from microserving.engine.kernels.plan import TASK_FIELDS
 from microserving.engine.kernels.quantise import quantise_kernel
-from microserving.engine.kernels.slot_copy import NAME as COPY
 from microserving.engine.kernels.slot_copy import copy_kernel
+from microserving.engine.kernels.tiles import CODE_BITS, GROUP, MatmulShape
+from microserving.engine.kernels.transfer import COPY, LAYER_END
+from microserving.engine.models.spec import ModelSpec
 from microserving.model_files import ModelConfig
-from microserving.protocol.kv_layout import KVLayout
 
 Parameters = Mapping[str, tuple[str, ...]]
 """Graph parameter -> the canonical tensors stacked in it (a matrix), or the one vector."""
-
-
-@dataclass(frozen=True)
-class ModelSpec:
-    """All that a compiled model depends on. kinds: tile kind of each matrix parameter."""
-
-    config: ModelConfig
-    layout: KVLayout
-    isa: Isa
-    kinds: Mapping[str, TileKind]
-
-    @property
-    def attention(self) -> AttentionShape:
-        layout = self.layout
-        return AttentionShape(
-            self.config.num_heads, layout.kv_heads, layout.head_dim, layout.page_size, layout.dtype
-        )
 
 
 class StepModel(Protocol):

@@ -21,7 +21,6 @@ from microserving.engine.kernels.quantise import add_norm_quantise_kernel, silu_
 from microserving.engine.models.base import (
     KVWriter,
     Matrix,
-    ModelSpec,
     Parameters,
     QuantisedRows,
     RemoteInputs,
@@ -31,6 +30,7 @@ from microserving.engine.models.base import (
     call,
     new,
 )
+from microserving.engine.models.spec import ModelSpec
 from microserving.model_files import ModelConfig
 
 _FUSED = {

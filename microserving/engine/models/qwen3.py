@@ -8,8 +8,9 @@ from typing import Any, ClassVar
 from tvm.relax.frontend import nn
 
 from microserving.engine.kernels.projection import head_norm_kernel
-from microserving.engine.models.base import ModelSpec, Scratch, call_inplace
+from microserving.engine.models.base import Scratch, call_inplace
 from microserving.engine.models.llama import LlamaLayer, LlamaModel
+from microserving.engine.models.spec import ModelSpec
 
 
 class Qwen3Layer(LlamaLayer):

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from microserving.engine.kernels.matmul import GROUP, TILE_ROWS, TileKind, entry_bytes
+from microserving.engine.kernels.tiles import GROUP, TILE_ROWS, TileKind, entry_bytes
 from microserving.errors import ModelLoadError
 from microserving.model_files import Weight
 

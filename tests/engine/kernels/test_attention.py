@@ -16,7 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from microserving.engine.kernels.attention import decode_kernel, prefill_kernel
-from microserving.engine.kernels.common import Isa, detect_isa, make_isa
+from microserving.engine.kernels.isa import Isa, detect_isa, make_isa
 from microserving.engine.kernels.kv_write import append_kernel
 from microserving.engine.kernels.plan import AttentionShape, plan_attention, plan_decode, plan_prefill
 from microserving.protocol.kv_layout import KVDtype, KVLayout

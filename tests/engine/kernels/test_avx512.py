@@ -18,11 +18,12 @@ from tvm import tirx
 
 from microserving.engine import model_runner
 from microserving.engine.kernels import matmul_int8
-from microserving.engine.kernels.common import I32_LANES, LANES, Isa, detect_isa, make_isa
-from microserving.engine.kernels.matmul import MatmulShape
+from microserving.engine.kernels.common import I32_LANES, LANES
+from microserving.engine.kernels.isa import Isa, detect_isa, make_isa
 from microserving.engine.kernels.matmul_int8 import Dot, Plain, Vnni, matmul_int8_kernel
 from microserving.engine.kernels.plan import AttentionShape
 from microserving.engine.kernels.quantise import quantise_kernel
+from microserving.engine.kernels.tiles import MatmulShape
 from microserving.engine.runner import RunnerChunk
 from microserving.engine.weights import pack_matrix, tile_kind
 from microserving.model_files import WeightKind

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from microserving.engine.kernels.common import ISA_VARIABLE, _best_isa, detect_isa, make_isa
+from microserving.engine.kernels.isa import ISA_VARIABLE, _best_isa, detect_isa, make_isa
 from microserving.errors import ConfigError
 
 AVX2 = {"avx2", "fma", "f16c", "bmi2"}

@@ -13,15 +13,9 @@ import pytest
 import tvm
 from tvm import relax
 
-from microserving.engine.kernels.common import detect_isa
-from microserving.engine.kernels.kv_write import (
-    LAYER_END,
-    PUT_BEGIN,
-    PUT_END,
-    append_kernel,
-    put_kernel,
-    stamp_kernel,
-)
+from microserving.engine.kernels.isa import detect_isa
+from microserving.engine.kernels.kv_write import append_kernel, put_kernel, stamp_kernel
+from microserving.engine.kernels.transfer import LAYER_END, PUT_BEGIN, PUT_END
 from microserving.protocol.kv_layout import KVDtype, KVLayout
 
 Array = npt.NDArray[Any]

@@ -14,9 +14,9 @@ import tvm
 from hypothesis import given
 from hypothesis import strategies as st
 
-from microserving.engine.kernels.common import detect_isa
-from microserving.engine.kernels.kv_write import PUT_BEGIN, PUT_END
-from microserving.engine.kernels.slot_copy import NAME, copy_kernel, copy_runs
+from microserving.engine.kernels.isa import detect_isa
+from microserving.engine.kernels.slot_copy import copy_kernel
+from microserving.engine.kernels.transfer import COPY, PUT_BEGIN, PUT_END, copy_runs
 from microserving.protocol.kv_layout import KVDtype, KVLayout
 
 Array = npt.NDArray[Any]
@@ -29,8 +29,8 @@ LEASES: Array = np.array([0, 55, 0, 44], np.int64)
 def compiled(page_size: int, dtype: KVDtype) -> Callable[..., Any]:
     target = tvm.target.Target(detect_isa().target)
     with target:
-        module = tvm.compile(tvm.IRModule({NAME: copy_kernel(HEADS, DIM, page_size, dtype)}), target)
-    kernel: Callable[..., Any] = module[NAME]
+        module = tvm.compile(tvm.IRModule({COPY: copy_kernel(HEADS, DIM, page_size, dtype)}), target)
+    kernel: Callable[..., Any] = module[COPY]
     return kernel
 
 
