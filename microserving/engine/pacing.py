@@ -14,8 +14,9 @@ On a busy machine a measurement says little: a step of decodes may take longer t
 is ever free, one measurement moves the line only so far up or down, and a step that was much too long shortens the next
 one whatever the line says.
 
-A floor keeps prompts going whatever the model says. While D is unknown or old, one step has a single prompt token to
-measure it, whose cost is taken off again; so no prompt ever stands still.
+A floor keeps prompts going whatever the model says. While D is unknown or old, one step has no prompt tokens to measure
+it (a single one would not do: at a high position the first costs as much as several); never two in a row, so no prompt
+ever stands still.
 """
 
 from __future__ import annotations
@@ -29,8 +30,6 @@ FLOOR_TOKENS: Final = 4
 """The least prompt tokens of a step that may have some."""
 DECODE_STEPS: Final = 5
 """The last steps of decodes alone, of whose times D is the median."""
-MEASURING_TOKENS: Final = 1
-"""Up to so many prompt tokens a step counts as one of decodes alone."""
 KEPT: Final = 0.9
 """How much of its weight a step keeps in the line when a newer one comes."""
 PRIOR_VARIANCE: Final = 32.0**2
@@ -87,34 +86,33 @@ class Pacer:
     def __init__(self, max_itl_ratio: float) -> None:
         self._ratio = max_itl_ratio
         self._least_share = LEAST_SHARE * (1.0 - 1.0 / max_itl_ratio)
-        self._measured: deque[tuple[float, int]] = deque(
-            maxlen=DECODE_STEPS
-        )  # seconds, prompt tokens (at most one)
+        self._measured: deque[float] = deque(maxlen=DECODE_STEPS)  # seconds
         self._measured_with = 0  # decodes in the last measurement of D
         self._mixed = 0  # steps with decodes and prompt tokens since then
         self._limit = 2.0 * FLOOR_TOKENS  # twice what the last such step had, or should have had
         self._cost = TokenCost()
 
     def budget(self, decodes: int, position: int, most: int) -> int:
-        """Prompt tokens for a step beside so many decodes. position: of the first of them; most: the step's limit."""
+        """Prompt tokens for a step beside so many decodes; 0 = it measures them. position: of the first of the tokens;
+        most: the step's limit."""
         if decodes == 0:
             return most
         if not self._measured or self._must_measure(decodes):
-            return min(MEASURING_TOKENS, most)
+            return 0
         tokens = FLOOR_TOKENS
         if self._cost.known:
             cost = self._cost.at(position)
-            tokens = _tokens_within((self._ratio - 1.0) * self._decode_s(cost), cost, self._cost.slope)
+            tokens = _tokens_within((self._ratio - 1.0) * self._decode_s, cost, self._cost.slope)
         return min(max(min(tokens, int(self._limit)), FLOOR_TOKENS), most)
 
     def observe(self, decodes: int, tokens: int, position: float, seconds: float) -> None:
         """A step ran. tokens: of prompts, at the mean ``position``."""
         if decodes == 0:
             return
-        if tokens <= MEASURING_TOKENS:
+        if tokens == 0:
             if self._changed_much(decodes):
                 self._measured.clear()
-            self._measured.append((seconds, tokens))
+            self._measured.append(seconds)
             self._measured_with, self._mixed = decodes, 0
             return
         self._mixed += 1
@@ -123,16 +121,14 @@ class Pacer:
             self._observe_mixed(tokens, position, max(seconds, 1e-9))
 
     def _observe_mixed(self, tokens: int, position: float, seconds: float) -> None:
-        decode_s = self._decode_s(self._cost.at(position) if self._cost.known else 0.0)
-        more_s = max(seconds - decode_s, self._least_share * seconds)
+        more_s = max(seconds - self._decode_s, self._least_share * seconds)
         self._cost.observe(position, more_s / tokens)
-        self._limit *= min(1.0, (self._ratio - 1.0) * decode_s / more_s)
+        self._limit *= min(1.0, (self._ratio - 1.0) * self._decode_s / more_s)
 
-    def _decode_s(self, cost: float) -> float:
-        """D, when a prompt token costs so much."""
-        return statistics.median(
-            max(seconds - tokens * cost, seconds / 2) for seconds, tokens in self._measured
-        )
+    @property
+    def _decode_s(self) -> float:
+        """D, once measured."""
+        return statistics.median(self._measured)
 
     def _must_measure(self, decodes: int) -> bool:
         """Never two steps in a row."""

@@ -73,7 +73,7 @@ class BatchBuilder:
     def _budget(self, prefill_budget: int | None) -> PrefillBudget:
         tokens = self._config.chunk_size_tokens
         if prefill_budget is not None:
-            tokens = min(tokens, max(prefill_budget, 1))  # prefills never stop for good
+            tokens = min(tokens, prefill_budget)
         return PrefillBudget(tokens, chunked=self._config.chunked_prefill_enabled)
 
     def _decodes_with_pages(self) -> list[Sequence]:

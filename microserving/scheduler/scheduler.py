@@ -121,8 +121,8 @@ class Scheduler:
     def schedule(self, now: float, prefill_budget: int | None = None) -> Step:
         """The next step; falsy when nothing can run. Until ``complete`` its pages stay as they are.
 
-        now: a sequence whose deadline has come is not started. prefill_budget: prefill tokens, at least 1, of a step that
-        also has decodes; None = ``chunk_size_tokens``.
+        now: a sequence whose deadline has come is not started. prefill_budget: prefill tokens of a step that
+        also has decodes; None = ``chunk_size_tokens``. 0 = none in this step: the caller sees to it that prefills go on.
         """
         if self._in_flight:
             raise InternalError("the last step is not complete")

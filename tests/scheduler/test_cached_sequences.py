@@ -521,7 +521,8 @@ def test_the_prefill_budget_counts_only_in_steps_with_decodes() -> None:
     scheduler.add(prompt("short", 1, first=90))
     assert shape_of_prefills(scheduler, budget=2) == [("short", 0, 1), ("long", 16, 7)]
     assert shape_of_prefills(scheduler, budget=2) == [("long", 23, 2)]
-    assert shape_of_prefills(scheduler, budget=0) == [("long", 25, 1)]
+    assert shape_of_prefills(scheduler, budget=0) == []
+    assert shape_of_prefills(scheduler, budget=1) == [("long", 25, 1)]
 
 
 def shape_of_prefills(scheduler: Scheduler, budget: int) -> list[tuple[str, int, int]]:
