@@ -11,7 +11,7 @@ import math
 import os
 import re
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from dataclasses import dataclass, field
 from http import HTTPStatus
 from typing import Any
@@ -107,7 +107,7 @@ class Exchange:
         await self._channel.write(data, more=more)
 
 
-Handler = Callable[[Exchange], Awaitable[None]]
+Handler = Callable[[Exchange], Coroutine[Any, Any, None]]
 
 
 class Endpoint:
@@ -152,7 +152,7 @@ class Endpoint:
                 client = self._enter(channel, exchange)
                 try:
                     exchange.body = await self._read_body(channel, exchange, limits.max_bytes)
-                    await channel.run(self._handle(exchange))
+                    await channel.run(self._handler(exchange))
                 finally:
                     self._access.leave(client)
             except ClientLeftError:
@@ -169,9 +169,6 @@ class Endpoint:
             raise
         current_client.set(client)
         return client
-
-    async def _handle(self, exchange: Exchange) -> None:
-        await self._handler(exchange)
 
     async def _read_body(self, channel: Channel, exchange: Exchange, max_bytes: int) -> bytes:
         try:

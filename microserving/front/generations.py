@@ -10,7 +10,7 @@ import asyncio
 import dataclasses
 import secrets
 import time
-from collections.abc import AsyncGenerator, Mapping, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence
 from contextlib import aclosing
 
 from microserving.errors import ContextLengthExceeded, DeadlineExceeded, InternalError, InvalidRequest
@@ -103,30 +103,50 @@ def run_generations(
     backend: Backend, requests: Sequence[GenerationRequest], concurrency: int
 ) -> aclosing[AsyncGenerator[IndexedChunk, None]]:
     """The chunks of all ``requests`` with their index, as they come. Leaving the context ends what still runs."""
-    if len(requests) == 1:
-        return aclosing(_indexed(backend, 0, requests[0]))
     return aclosing(_merged(backend, requests, concurrency))
+
+
+class ChunkOrder:
+    """Holds a backend to its promise: one finish reason, on the last chunk, ``preempt`` only when it was asked for."""
+
+    __slots__ = ("_finished", "_may_be_preempted")
+
+    def __init__(self, request: GenerationRequest) -> None:
+        self._finished = False
+        self._may_be_preempted = request.preemption == "return"
+
+    def check(self, chunk: GenerationChunk) -> None:
+        """The next one. Raises InternalError."""
+        reason = chunk.finish_reason
+        if self._finished or (reason == "preempt" and not self._may_be_preempted):
+            raise InternalError("the backend broke the order of its chunks")
+        self._finished = reason is not None
+
+    def end(self) -> None:
+        """There are no more. Raises InternalError."""
+        if not self._finished:
+            raise InternalError("the backend ended a generation without a finish reason")
+
+
+async def close_generation(chunks: AsyncIterator[GenerationChunk]) -> None:
+    """End what a backend began; an async generator can be told."""
+    close = getattr(chunks, "aclose", None)
+    if close is not None:
+        await close()
 
 
 async def _indexed(
     backend: Backend, index: int, request: GenerationRequest
 ) -> AsyncGenerator[IndexedChunk, None]:
-    """One generation, held to the backend's promise: one finish reason, on the last chunk, ``preempt`` only when the
-    request asks for it."""
-    finished = False
+    order = ChunkOrder(request)
     chunks = backend.generate(request)
     try:
         async for chunk in chunks:
-            if finished or (chunk.finish_reason == "preempt" and request.preemption != "return"):
-                raise InternalError("the backend broke the order of its chunks")
-            finished = chunk.finish_reason is not None
+            order.check(chunk)
             yield index, chunk
     finally:
-        close = getattr(chunks, "aclose", None)  # an async generator has it
-        if close is not None:
-            await close()
-    if not finished:
-        raise InternalError("the backend ended a generation without a finish reason")
+        await close_generation(chunks)
+    order.end()
 
 
 async def _merged(

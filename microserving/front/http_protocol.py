@@ -15,7 +15,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Mapping
 from http import HTTPStatus
-from typing import Any, Final, cast
+from typing import Any, Final, NoReturn, cast
 
 import httptools
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
@@ -61,8 +61,6 @@ class BoundedHeadProtocol(HttpToolsProtocol):
         self._unset_keepalive_if_required()
         if self._deaf or self.transport.is_closing():
             return
-        if self._in_head and self._timer is None:
-            self._start_timer()
         self._progressed = False
         try:
             self.parser.feed_data(data)
@@ -78,6 +76,8 @@ class BoundedHeadProtocol(HttpToolsProtocol):
             self._unparsed_bytes = 0 if self._progressed else self._unparsed_bytes + len(data)
             if self._unparsed_bytes > MAX_HEAD_BYTES:
                 self._refuse(431)
+            elif self._in_head and self._timer is None and (self._head_bytes or not self._progressed):
+                self._start_timer()
 
     def on_message_begin(self) -> None:
         self._in_head = True
@@ -85,12 +85,19 @@ class BoundedHeadProtocol(HttpToolsProtocol):
         super().on_message_begin()
 
     def on_url(self, url: bytes) -> None:
-        self._count_head(len(url))
-        super().on_url(url)
+        self._head_bytes += len(url)
+        if self._head_bytes > MAX_HEAD_BYTES:
+            self._refuse_head()
+        self.url += url
 
     def on_header(self, name: bytes, value: bytes) -> None:
-        self._count_head(len(name) + len(value) + 4)  # ": " and the line's end
-        super().on_header(name, value)
+        self._head_bytes += len(name) + len(value) + 4  # ": " and the line's end
+        if self._head_bytes > MAX_HEAD_BYTES or len(self.headers) >= MAX_HEADERS:
+            self._refuse_head()
+        name = name.lower()
+        if name == b"expect" and value.lower() == b"100-continue":
+            self.expect_100_continue = True
+        self.headers.append((name, value))
 
     def on_headers_complete(self) -> None:
         self._in_head = False
@@ -135,6 +142,7 @@ class BoundedHeadProtocol(HttpToolsProtocol):
         if self._upgrading:  # the parser leaves the body to the other protocol
             return
         self._in_head = True
+        self._head_bytes = 0
         self._progressed = True
         self._stop_timer()
         super().on_message_complete()
@@ -148,11 +156,9 @@ class BoundedHeadProtocol(HttpToolsProtocol):
         if self.cycle.response_complete and not self._in_head and not self.transport.is_closing():
             self._start_timer()  # answered before its body has come, which nobody reads
 
-    def _count_head(self, size: int) -> None:
-        self._head_bytes += size
-        if self._head_bytes > MAX_HEAD_BYTES or len(self.headers) >= MAX_HEADERS:
-            self._too_large = True
-            raise _HeadTooLargeError
+    def _refuse_head(self) -> NoReturn:
+        self._too_large = True
+        raise _HeadTooLargeError
 
     def _read_as_plain(self, behind: bytes) -> None:
         """Parse the request again without its wish for an upgrade. behind: what was read after its head."""

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from typing import TypeVar
 
 from microserving.errors import InvalidRequest, ModelNotFound, NoEngine
@@ -16,7 +16,9 @@ from microserving.front.client_headers import routing_headers
 from microserving.front.deadline import remaining_s
 from microserving.front.exchange import Exchange
 from microserving.front.generations import (
+    ChunkOrder,
     check_vocabulary,
+    close_generation,
     plan_generations,
     resolve_max_tokens,
     run_generations,
@@ -197,22 +199,48 @@ async def stream_answer(
     concurrency: int,
 ) -> None:
     """Stream the chunks of all ``requests``; nothing is sent before the first one has come."""
-    started: set[int] = set()
-    async with run_generations(backend, requests, concurrency) as chunks:
-        async for index, chunk in chunks:
-            if index in started and (event := shape.next_event(index, chunk)) is not None:
-                await exchange.send_event(event)
-                continue
-            events = shape.chunks(index, chunk, first=index not in started)
-            if events:
-                started.add(index)
-                await exchange.send_events(events)
-            if chunk.finish_reason is not None:
-                usage.count(index, chunk)
+    show = _Shown(exchange, shape, usage)
+    if len(requests) == 1:
+        order, chunks = ChunkOrder(requests[0]), backend.generate(requests[0])
+        try:
+            async for chunk in chunks:
+                order.check(chunk)
+                await show.chunk(0, chunk)
+        finally:
+            await close_generation(chunks)
+        order.end()
+    else:
+        async with run_generations(backend, requests, concurrency) as indexed:
+            async for index, chunk in indexed:
+                await show.chunk(index, chunk)
     last = shape.usage_chunk(usage)
     if last is not None:
         await exchange.send_events([last])
     await exchange.end_stream()
+
+
+class _Shown:
+    """What a stream has shown of each choice."""
+
+    def __init__(self, exchange: Exchange, shape: AnswerShape, usage: Usage) -> None:
+        self._exchange = exchange
+        self._shape = shape
+        self._usage = usage
+        self._started: set[int] = set()
+
+    def chunk(self, index: int, chunk: GenerationChunk) -> Awaitable[None]:
+        """Send it."""
+        if index in self._started and (event := self._shape.next_event(index, chunk)) is not None:
+            return self._exchange.send_event(event)
+        return self._other(index, chunk)
+
+    async def _other(self, index: int, chunk: GenerationChunk) -> None:
+        events = self._shape.chunks(index, chunk, first=index not in self._started)
+        if events:
+            self._started.add(index)
+            await self._exchange.send_events(events)
+        if chunk.finish_reason is not None:
+            self._usage.count(index, chunk)
 
 
 async def whole_answer(
@@ -225,12 +253,22 @@ async def whole_answer(
 ) -> None:
     """Collect all ``requests``, then answer once."""
     pieces: list[list[GenerationChunk]] = [[] for _ in requests]
-    async with run_generations(backend, requests, concurrency) as chunks:
-        async for index, chunk in chunks:
-            pieces[index].append(chunk)
-            if chunk.finish_reason is not None:
-                usage.count(index, chunk)
-    await exchange.reply(shape.answer([_joined(chunks) for chunks in pieces], usage))
+    if len(requests) == 1:
+        order, chunks = ChunkOrder(requests[0]), backend.generate(requests[0])
+        try:
+            async for chunk in chunks:
+                order.check(chunk)
+                pieces[0].append(chunk)
+        finally:
+            await close_generation(chunks)
+        order.end()
+    else:
+        async with run_generations(backend, requests, concurrency) as indexed:
+            async for index, chunk in indexed:
+                pieces[index].append(chunk)
+    for index, of_choice in enumerate(pieces):
+        usage.count(index, of_choice[-1])
+    await exchange.reply(shape.answer([_joined(of_choice) for of_choice in pieces], usage))
 
 
 def _token_ids(prompt: Prompt, tokenizer: Tokenizer, max_context: int) -> list[int]:

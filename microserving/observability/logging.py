@@ -9,8 +9,6 @@ from __future__ import annotations
 import json
 import logging
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
 from contextvars import ContextVar
 from datetime import UTC, datetime
 from typing import Literal, TextIO
@@ -25,14 +23,19 @@ def current_request_id() -> str | None:
     return _request_id.get()
 
 
-@contextmanager
-def request_id_scope(request_id: str) -> Iterator[None]:
+class request_id_scope:  # noqa: N801 - a context manager reads as a verb
     """Log lines of the enclosed code carry ``request_id``."""
-    token = _request_id.set(request_id)
-    try:
-        yield
-    finally:
-        _request_id.reset(token)
+
+    __slots__ = ("_request_id", "_token")
+
+    def __init__(self, request_id: str) -> None:
+        self._request_id = request_id
+
+    def __enter__(self) -> None:
+        self._token = _request_id.set(self._request_id)
+
+    def __exit__(self, *_: object) -> None:
+        _request_id.reset(self._token)
 
 
 def escape_controls(text: str) -> str:

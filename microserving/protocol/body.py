@@ -13,6 +13,7 @@ import re
 from collections.abc import Iterable
 from typing import Any, Final, NoReturn, TypeVar
 
+import msgspec
 from pydantic import BaseModel, ConfigDict, ValidationError, model_validator
 from pydantic_core import PydanticCustomError
 
@@ -27,6 +28,8 @@ MAX_VALUES = 262_144
 """Limit of commas, unless the caller allows more."""
 MAX_PARAM_CHARS = 100
 MAX_MESSAGE_CHARS = 200
+_PLAIN_BYTES: Final = 65_536
+"""Up to here a body may be parsed at once: it cannot hold too many of anything, nor hold up other requests."""
 _MAX_IGNORED_NAMES = 16
 _UNSAFE = re.compile(r"[^A-Za-z0-9_.\-]")
 _NO_BRACKETS: Final = bytes(set(range(256)) - set(b"[]{}"))
@@ -56,6 +59,29 @@ def parse_object(body: bytes, *, max_values: int = MAX_VALUES) -> dict[str, Any]
     other thread can run beside) also for nesting over ``MAX_DEPTH``, more than ``MAX_CONTAINERS`` or ``MAX_KEYS``, and
     more than ``max_values`` values.
     """
+    plain = _parse_plain(body, max_values)
+    return _parse_strictly(body, max_values) if plain is None else plain
+
+
+def _parse_plain(body: bytes, max_values: int) -> dict[str, Any] | None:
+    """The object in ``body`` when that is short and holds no other one, as nearly all do, at a tenth of the price.
+
+    None when it is something else, or wrong: the strict parser says what.
+    """
+    if len(body) > min(_PLAIN_BYTES, max_values) or body.count(b"{") != 1 or body.count(b"[") >= MAX_DEPTH:
+        return None
+    if b"\\u" in body:  # may be half of a surrogate pair
+        return None
+    try:
+        value = msgspec.json.decode(body, type=dict[str, Any])
+    except (msgspec.DecodeError, UnicodeDecodeError):
+        return None
+    # As many keys as there are colons outside of texts: none was there twice.
+    once = body.count(b":") == len(value) or _outside_texts(_without_escapes(body)).count(b":") == len(value)
+    return value if once else None
+
+
+def _parse_strictly(body: bytes, max_values: int) -> dict[str, Any]:
     if body.startswith(b"\xef\xbb\xbf"):
         raise InvalidRequest("the body starts with a byte order mark; send plain UTF-8")
     _check_structure(body, max_values)
@@ -139,10 +165,9 @@ def _finite_float(text: str) -> float:
 
 def _check_structure(body: bytes, max_values: int) -> None:
     """Count what a parser would build, in a few passes at memory speed. Exact up to the first error in the JSON."""
-    # Without escaped backslashes and quotes every second part between quotes lies outside all strings.
-    plain = body.replace(rb"\\", b"").replace(rb"\"", b"")
+    plain = _without_escapes(body)
     _at_most(plain.count(b'"'), 2 * (max_values + MAX_KEYS), "quotes")
-    outside = b"".join(plain.split(b'"')[::2])
+    outside = _outside_texts(plain)
     _at_most(outside.count(b","), max_values, "values")
     _at_most(outside.count(b":"), MAX_KEYS, "keys")
     _at_most(outside.count(b"[") + outside.count(b"{"), MAX_CONTAINERS, "arrays and objects")
@@ -153,6 +178,16 @@ def _check_structure(body: bytes, max_values: int) -> None:
             return
         if depth > MAX_DEPTH:
             raise InvalidRequest(f"the body is nested deeper than {MAX_DEPTH} levels")
+
+
+def _without_escapes(body: bytes) -> bytes:
+    """Without escaped backslashes and quotes, so that quotes are the ends of texts only."""
+    return body.replace(rb"\\", b"").replace(rb"\"", b"")
+
+
+def _outside_texts(plain: bytes) -> bytes:
+    """Every second part between quotes."""
+    return b"".join(plain.split(b'"')[::2])
 
 
 def _at_most(count: int, limit: int, things: str) -> None:

@@ -222,3 +222,34 @@ def test_one_fault_of_a_list_is_collected() -> None:
     with pytest.raises(ValidationError) as caught:
         ChatCompletionRequest.model_validate({"messages": [{"role": "user", "content": 1}] * 4000})
     assert caught.value.error_count() == 1
+
+
+FLAT = st.dictionaries(
+    st.text(max_size=6),
+    st.one_of(st.none(), st.booleans(), st.integers(), st.floats(), st.text(), st.lists(st.integers())),
+    max_size=5,
+)
+
+
+@given(st.one_of(FLAT.map(lambda value: json.dumps(value, ensure_ascii=False)), st.text()))
+def test_a_plain_body_is_parsed_as_the_strict_parser_does(text: str) -> None:
+    body = text.encode("utf-8", "surrogatepass")
+    plain = body_module._parse_plain(body, body_module.MAX_VALUES)
+    if plain is not None:
+        assert repr(plain) == repr(body_module._parse_strictly(body, body_module.MAX_VALUES))
+
+
+@pytest.mark.parametrize(
+    ("body", "is_plain"),
+    [
+        (b'{"prompt":"a: b, {"}', False),  # a brace may begin an object
+        (b'{"prompt":"Q: a","n":1}', True),
+        (b'{"a\\":":1,"b":"\\\\"}', True),
+        (b'{"n":1,"n":2}', False),
+        (b'{"n":1, "prompt":"x","n":2}', False),
+        (b'{"prompt":"\\ud800"}', False),
+        (b'{"n":1e999}', False),
+    ],
+)
+def test_what_is_plain(body: bytes, is_plain: bool) -> None:
+    assert (body_module._parse_plain(body, body_module.MAX_VALUES) is not None) == is_plain
