@@ -55,7 +55,8 @@ class BatchBuilder:
         decodes = self._decodes_with_pages()
         step = Step([Chunk(s, s.computed, 1, True, True, s.computed) for s in decodes])
         budget = self._budget(prefill_budget if decodes else None)
-        self.pages_wanted = 0
+        if not budget.spent:  # else nobody is looked at, and who wanted pages still does
+            self.pages_wanted = 0
         for sequence in prefill_order(self._sequences.values()):
             if budget.spent:
                 break
@@ -98,7 +99,7 @@ class BatchBuilder:
 
     def _start(self, sequence: Sequence) -> Grant | None:
         """Let a waiting sequence run, with the pages of all its tokens."""
-        if self._is_full() or (self.pages_wanted and sequence.handle is None):
+        if self._is_full(sequence) or (self.pages_wanted and sequence.handle is None):
             return None
         grant = self._open(sequence) if sequence.handle is None else self._grow_received(sequence)
         if grant is None:
@@ -108,9 +109,10 @@ class BatchBuilder:
         sequence.state = SequenceState.PREFILL
         return grant
 
-    def _is_full(self) -> bool:
+    def _is_full(self, sequence: Sequence) -> bool:
+        """Who holds what it received waits for no other prompt: its pages are of no use to anybody meanwhile."""
         limit = self._config.max_concurrent_prefills
-        if limit is not None and self.in_state(SequenceState.PREFILL) >= limit:
+        if limit is not None and sequence.handle is None and self.in_state(SequenceState.PREFILL) >= limit:
             return True
         return self.running >= self._config.max_batch_size
 

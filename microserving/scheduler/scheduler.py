@@ -7,7 +7,7 @@ sampling, threads, the clock (``now`` is handed in). Not thread-safe.
 The rules:
 - A step has every running decode (one token each), then prefill chunks of together at most ``chunk_size_tokens``:
   a long prompt never stops a decode. At most ``max_batch_size`` sequences run at once, at most
-  ``max_concurrent_prefills`` of them between their first and their last chunk.
+  ``max_concurrent_prefills`` of them between their first and their last chunk; what was received may always go on.
 - Prompts with less to compute first, with aging. The first that finds no pages closes the door behind it.
 - A sequence takes the pages of all its tokens when it starts, as many of them shared as the prefix cache has, then one
   page at a time. A start leaves one page for each running decode, and the share above ``memory_threshold`` unless

@@ -151,6 +151,18 @@ def test_a_failed_step_publishes_nothing() -> None:
     assert (scheduler.pages.free, scheduler.pages.cached) == (16, 0)
 
 
+def test_what_did_not_get_what_it_should_is_not_published() -> None:
+    scheduler = make()
+    bad, good = prompt("bad", 9), prompt("good", 9, first=50)
+    scheduler.add(bad)
+    scheduler.add(good)
+    scheduler.schedule(0.0)
+    scheduler.complete(bad=[bad])
+    assert (scheduler.match_prefix("", bad.tokens), scheduler.match_prefix("", good.tokens)) == (0, 8)
+    scheduler.finish(bad, publish=False)
+    assert scheduler.match_prefix("", bad.tokens) == 0
+
+
 @pytest.mark.case("PX-09")
 def test_failures_after_a_match_leave_no_pins() -> None:
     scheduler = make()
@@ -502,6 +514,29 @@ def test_max_concurrent_prefills() -> None:
     assert [name for name, *_ in shape(step(scheduler))] == ["a"]
     assert [name for name, *_ in shape(step(scheduler))] == ["a"]
     assert [name for name, *_ in shape(step(scheduler))] == ["a", "b"]
+
+
+def test_what_was_received_waits_for_no_other_prompt() -> None:
+    scheduler = make(max_concurrent_prefills=1, chunk_size_tokens=4)
+    scheduler.add(prompt("long", 30, first=100))
+    assert [name for name, *_ in shape(step(scheduler))] == ["long"]
+    receive(scheduler, "r", 9, end=8)
+    scheduler.add_received(prompt("r", 9))
+    scheduler.add(prompt("short", 1, first=50))
+    assert shape(step(scheduler)) == [("r", 8, 8, 1), ("long", 4, 4, 3)]
+    assert [name for name, *_ in shape(step(scheduler))] == ["r", "long"]
+
+
+def test_a_step_without_prefills_lets_nobody_pass_who_wants_pages() -> None:
+    scheduler = make(total_pages=4)
+    scheduler.add(prompt("a", 5))
+    step(scheduler)
+    scheduler.add(prompt("b", 12, first=50))  # needs three pages, and one is for the decode
+    assert [name for name, *_ in shape(step(scheduler))] == ["a"]
+    assert scheduler.try_reserve("r", (90, 91), 1, now=0.0) is None
+    assert [chunk.sequence.request_id for chunk in scheduler.schedule(0.0, 0).chunks] == ["a"]
+    scheduler.complete()
+    assert scheduler.try_reserve("r", (90, 91), 1, now=0.0) is None
 
 
 def test_without_chunks_a_prompt_is_computed_in_one() -> None:

@@ -161,6 +161,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.counters = (0, 0, 0, 0)
         self.bank: list[list[int]] = [[]]
         self.requests: dict[tuple[SequenceKind, str], Request] = {}
+        self.received: set[Sequence] = set()
         self.ended: list[Request] = []
         self.step: Step | None = None
         self.step_pages: list[list[int]] = []
@@ -262,6 +263,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             assert not usable
             return
         assert usable
+        self.received.add(sequence)
         assert sequence.computed >= min(lease.end, len(sequence.tokens) - 1)
         self.memory.require(sequence.pages, sequence.salt, sequence.tokens, sequence.computed)
         room = self.max_tokens - len(lease.prompt)
@@ -467,7 +469,8 @@ class SchedulerMachine(RuleBasedStateMachine):
         config = self.scheduler.config
         prefills = [c for c in chunks if not c.decode]
         assert len(chunks) <= config.max_batch_size
-        assert len(prefills) <= (config.max_concurrent_prefills or len(prefills))
+        started = [c for c in prefills if c.sequence not in self.received]
+        assert len(started) <= (config.max_concurrent_prefills or len(started))
         most = config.chunk_size_tokens
         if budget is not None and len(prefills) < len(chunks):
             most = min(most, budget)
