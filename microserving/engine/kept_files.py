@@ -108,5 +108,6 @@ class KeptFiles(Generic[T]):
             yield  # nothing can be kept here, so there is nothing to guard
             return
         with file:
-            fcntl.flock(file, fcntl.LOCK_EX)  # released when the file is closed, also by a crash
+            with contextlib.suppress(OSError):  # a file system without locks: both make it, one is kept
+                fcntl.flock(file, fcntl.LOCK_EX)  # released when the file is closed, also by a crash
             yield

@@ -1,13 +1,16 @@
 """An engine process from its configuration: bind the port, open the model, serve until a signal.
 
-Logs and reports progress; never prints.
+Logs (at debug level when each stage of the start began) and reports progress; never prints.
 """
 
 from __future__ import annotations
 
 import contextlib
+import logging
+import os
 import signal
 import sys
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import FrameType
@@ -32,6 +35,7 @@ SWITCH_INTERVAL_S: Final = 0.0005
 """The HTTP thread shares the GIL with the engine's; the default of 5 ms would add up to that to every chunk."""
 TRANSPORT: Final = "shared_memory"
 _OPENING: Final = "opening the model"
+_logger = logging.getLogger(__name__)
 
 
 def run_engine(
@@ -46,13 +50,15 @@ def run_engine(
     A SIGTERM that comes before the engine serves raises SystemExit (status 143). For the main thread.
     """
     sys.setswitchinterval(SWITCH_INTERVAL_S)
+    report = logged(progress or _silent)
     with (
         _sigterm_unwinds(),
         contextlib.closing(bind_listener(config.serving_bind, config.port)) as listener,
     ):
         transport = create_transport(TRANSPORT, runtime_dir=config.runtime_dir)
         with contextlib.closing(transport):
-            node = EngineNode(config, open_parts(config, transport, progress or _silent))
+            node = EngineNode(config, open_parts(config, transport, report))
+            _logger.debug("start: serving from %.2f s on", process_age_s())
             run_on_uvloop(node.serve(listener, on_ready=on_ready))
 
 
@@ -131,6 +137,30 @@ def _sigterm_unwinds() -> Iterator[None]:
 
 def _leave(number: int, _frame: FrameType | None) -> None:
     raise SystemExit(128 + number)  # the status that a shell shows for a process which the signal ended
+
+
+def logged(progress: Progress) -> Progress:
+    """``progress``, which also logs when each stage began."""
+    last = ""
+
+    def report(stage: str, fraction: float) -> None:
+        nonlocal last
+        if stage != last:
+            _logger.debug("start: %s from %.2f s on", stage, process_age_s())
+            last = stage
+        progress(stage, fraction)
+
+    return report
+
+
+def process_age_s() -> float:
+    """Seconds since this process was started (imports count); 0.0 where the system does not tell."""
+    try:
+        fields = Path("/proc/self/stat").read_text("utf-8").rpartition(")")[2].split()
+        started = int(fields[19]) / os.sysconf("SC_CLK_TCK")  # field 22 of proc(5), ticks since boot
+        return time.clock_gettime(time.CLOCK_BOOTTIME) - started
+    except (OSError, ValueError, IndexError):
+        return 0.0
 
 
 def _fractions(progress: Progress) -> Callable[[str, int, int], None]:
