@@ -7,9 +7,11 @@ measured.
 from __future__ import annotations
 
 import asyncio
+import ctypes
 import json
 import os
 import random
+import signal
 import socket
 import subprocess
 import sys
@@ -164,11 +166,17 @@ def percentile(values: Sequence[float], share: float) -> float:
     return ordered[min(len(ordered) - 1, int(share * len(ordered)))]
 
 
+def _end_with_parent() -> None:
+    """In the child: SIGTERM when the benchmark dies, however it dies."""
+    pr_set_pdeathsig = 1
+    ctypes.CDLL(None).prctl(pr_set_pdeathsig, signal.SIGTERM)
+
+
 @contextmanager
 def _process(arguments: Sequence[str]) -> Iterator[subprocess.Popen[bytes]]:
     command = [sys.executable, "-m", "microserving", *arguments]
     log = open(os.environ.get("MICROSERVING_BENCH_LOG", os.devnull), "ab")  # noqa: SIM115 - closed below
-    process = subprocess.Popen(command, cwd=REPOSITORY, stdout=log, stderr=log)
+    process = subprocess.Popen(command, cwd=REPOSITORY, stdout=log, stderr=log, preexec_fn=_end_with_parent)
     try:
         yield process
     finally:
