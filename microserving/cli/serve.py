@@ -37,7 +37,7 @@ HELP_TEXTS = {
     "cluster_secret_file": "file with the cluster's secret (16 bytes or more) that signs KV descriptors",
     "api_key_file": "file with the API keys that callers need, one a line; a router is given one of them",
     "runtime_dir": "private directory for the sockets between engines of one machine; all must name the same",
-    "cache_dir": "where models and compiled code are kept",
+    "cache_dir": "where models, their packed weights and compiled code are kept",
     "strict_fields": "refuse requests with unknown fields instead of naming them in a header",
 }
 

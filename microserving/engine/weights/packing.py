@@ -1,6 +1,6 @@
 """From the tensors of a model file to the arrays that kernels read.
 
-Owns: which tile kind a file's format becomes, and the byte order inside a tile (``kernels.matmul`` defines it). Does not
+Owns: which tile kind a file's format becomes, and the byte order inside a tile (``kernels.tiles`` defines it). Does not
 know names or layers. Nothing is rounded: a quantised value keeps its codes, its float16 scale and its float16 bias.
 """
 
