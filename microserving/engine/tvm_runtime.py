@@ -73,7 +73,8 @@ def empty_array(shape: tuple[int, ...], dtype: npt.DTypeLike) -> npt.NDArray[Any
     """Zeros of ``shape`` that a tensor can be made of."""
     kind = np.dtype(dtype)
     size = int(np.prod(shape, dtype=np.int64)) * kind.itemsize
-    return aligned_bytes(size).view(kind).reshape(shape)
+    memory = aligned_bytes(max(size, ALIGNMENT))  # an empty array has an aligned address too
+    return np.ndarray(shape, kind, memory)
 
 
 def array_of(tensor: Any) -> npt.NDArray[Any]:
