@@ -17,7 +17,7 @@ from starlette.types import Lifespan, Message, Receive, Scope, Send
 import microserving
 from microserving.errors import EngineUnavailable, Unauthorized
 from microserving.front.access import OPEN_PATHS, Access
-from microserving.front.backend import Backend
+from microserving.front.backend import Backend, ServedModel
 from microserving.front.channel import Header
 from microserving.front.control import control_router, error_response, plain_response
 from microserving.front.cors import Cors
@@ -27,6 +27,7 @@ from microserving.front.openapi import HotRoute, add_hot_routes
 from microserving.front.settings import BodyLimits, FrontSettings
 from microserving.protocol.openai import ChatCompletionRequest, CompletionRequest
 from microserving.protocol.responses import ModelCard, ModelList, Status
+from microserving.tokenizer import Tokenizer
 
 
 class FrontApp(FastAPI):
@@ -143,12 +144,19 @@ def _with_headers(send: Send, headers: Sequence[Header]) -> Send:
 
 
 def _limits_of(backend: Backend, settings: FrontSettings) -> Callable[[], BodyLimits]:
+    known: tuple[ServedModel | None, Tokenizer | None] = None, None
+    derived = settings.body_limits(0, None)
+
     def limits() -> BodyLimits:
+        nonlocal known, derived
         model, tokenizer = backend.model, backend.tokenizer
-        return settings.body_limits(
-            0 if model is None else model.max_context,
-            None if tokenizer is None else tokenizer.text_bytes_per_token,
-        )
+        if model is not known[0] or tokenizer is not known[1]:
+            known = model, tokenizer
+            derived = settings.body_limits(
+                0 if model is None else model.max_context,
+                None if tokenizer is None else tokenizer.text_bytes_per_token,
+            )
+        return derived
 
     return limits
 

@@ -102,7 +102,8 @@ class BoundedHeadProtocol(HttpToolsProtocol):
     def on_headers_complete(self) -> None:
         self._in_head = False
         self._progressed = True
-        self._stop_timer()
+        if self._timer is not None:
+            self._stop_timer()
         self._upgrading = self.parser.should_upgrade() and self.parser.get_method() != b"CONNECT"
         if self._upgrading:
             return
@@ -144,7 +145,8 @@ class BoundedHeadProtocol(HttpToolsProtocol):
         self._in_head = True
         self._head_bytes = 0
         self._progressed = True
-        self._stop_timer()
+        if self._timer is not None:
+            self._stop_timer()
         super().on_message_complete()
         if (
             self.cycle.response_complete

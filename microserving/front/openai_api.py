@@ -156,12 +156,14 @@ class OpenAIFront:
     async def _served(self, name: str | None) -> tuple[ServedModel, Tokenizer]:
         """The model that serves a request for ``name``. Raises NoEngine while nothing does, ModelNotFound."""
         backend = self._backend
-        if not backend.ready:
+        ready = backend.ready
+        if not ready:
             await backend.refresh()
+            ready = backend.ready
         model, tokenizer = backend.model, backend.tokenizer
         if model is not None:
             check_model(name, model)
-        if not backend.ready or model is None or tokenizer is None:
+        if not ready or model is None or tokenizer is None:
             raise NoEngine("no engine is ready to serve this", retry_after_s=1)
         return model, tokenizer
 
@@ -282,7 +284,9 @@ def _token_ids(prompt: Prompt, tokenizer: Tokenizer, max_context: int) -> list[i
 
 def _joined(chunks: Sequence[GenerationChunk]) -> FinishedChoice:
     last = chunks[-1]
-    assert last.finish_reason is not None  # run_generations holds the backend to it
+    assert last.finish_reason is not None  # ChunkOrder holds the backend to it
+    if len(chunks) == 1:
+        return FinishedChoice(last.text, last.token_ids, last.finish_reason)
     return FinishedChoice(
         text="".join(chunk.text for chunk in chunks),
         token_ids=tuple(token for chunk in chunks for token in chunk.token_ids),

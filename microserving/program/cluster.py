@@ -144,7 +144,8 @@ class Pool:
     ) -> Pool:
         """The same pool, sharing its state. Engines pass through ``seen`` when iterated, ``chosen`` by a policy; those
         in ``without``, which is looked at each time, are left out: while others are up, or always (``strictly``)."""
-        pool = Pool(self._name, self._engines, self._state)
+        pool = Pool.__new__(Pool)
+        pool._name, pool._engines, pool._state = self._name, self._engines, self._state
         pool._seen, pool._chosen, pool._without, pool._strictly = seen, chosen, without, strictly
         return pool
 
@@ -231,10 +232,9 @@ class Cluster:
         cluster.__dict__.update(
             self.__dict__
         )  # as copy.copy does, at a fifth of the price: this is done per request
-        for name in ("prefill", "decode", "all"):
-            pool: Pool = getattr(self, name)
-            bound = pool.bound(seen=seen, chosen=chosen, without=without, strictly=strictly)
-            setattr(cluster, name, bound)
+        cluster.prefill = self.prefill.bound(seen=seen, chosen=chosen, without=without, strictly=strictly)
+        cluster.decode = self.decode.bound(seen=seen, chosen=chosen, without=without, strictly=strictly)
+        cluster.all = self.all.bound(seen=seen, chosen=chosen, without=without, strictly=strictly)
         return cluster
 
 

@@ -92,18 +92,18 @@ class GenerationStreamReader:
         return self._last if event.usage is None else _with_usage(self._last, event.usage)
 
     def _take(self, choice: _Choice) -> list[GenerationChunk]:
-        token_ids = choice.token_ids or ()
+        token_ids, reason = choice.token_ids or (), choice.finish_reason
         self._received_tokens += len(token_ids)
         chunk = GenerationChunk(
             choice.text or "",
             token_ids,
-            None if choice.finish_reason is None else _finish_reason(choice.finish_reason),
+            None if reason is None else _finish_reason(reason),
             self.prompt_tokens,
             self.resumed_tokens + self._received_tokens,
         )
         if self._finished:
             raise EngineUnavailable("the engine went on after the finish reason")
-        if chunk.finish_reason is None:
+        if reason is None:
             return [chunk]
         self._last, self._finished = chunk, True
         return []

@@ -7,16 +7,13 @@ from __future__ import annotations
 
 import asyncio
 from collections import OrderedDict, deque
-from collections.abc import AsyncGenerator, Callable, Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Final, Literal
 
 from microserving.errors import ContextLengthExceeded, Overloaded, ShuttingDown
-from microserving.front import Backend, ServedModel
-from microserving.front.access import current_client
 from microserving.policies import EngineLoad
-from microserving.protocol.generation import GenerationChunk, GenerationRequest
-from microserving.tokenizer import Tokenizer
+from microserving.protocol.generation import GenerationRequest
 
 LoadLevel = Literal["low", "moderate", "high", "critical"]
 Action = Literal["queue", "reject"]
@@ -131,6 +128,14 @@ class Admission:
         load = self.load
         return next((level for limit, level in LEVELS if load < limit), "critical")
 
+    def check(self, request: GenerationRequest) -> None:
+        """Raises ContextLengthExceeded for a request that is let in never."""
+        if len(request.prompt_token_ids) > MAX_PROMPT_TOKENS:
+            raise ContextLengthExceeded(
+                f"the prompt has {len(request.prompt_token_ids)} tokens, more than {MAX_PROMPT_TOKENS}",
+                param="prompt",
+            )
+
     def try_enter(self) -> bool:
         """Admit a request at once, if nobody waits and the load allows it. It must ``leave``."""
         if self._queue or self._closed or self.load >= 1.0:
@@ -217,52 +222,6 @@ class Admission:
         self._let_in()
         if self._queue:
             self._look_again()
-
-
-class AdmittingBackend:
-    """A ``Backend`` that dispatches to ``inner`` what ``admission`` lets in."""
-
-    def __init__(self, inner: Backend, admission: Admission) -> None:
-        self._inner = inner
-        self._admission = admission
-
-    @property
-    def model(self) -> ServedModel | None:
-        return self._inner.model
-
-    @property
-    def tokenizer(self) -> Tokenizer | None:
-        return self._inner.tokenizer
-
-    @property
-    def ready(self) -> bool:
-        return self._inner.ready and not self._admission.closed
-
-    async def refresh(self) -> None:
-        if not self._admission.closed:
-            await self._inner.refresh()
-
-    async def generate(self, request: GenerationRequest) -> AsyncGenerator[GenerationChunk, None]:
-        """See ``Backend.generate``. Raises also Overloaded, ContextLengthExceeded."""
-        if len(request.prompt_token_ids) > MAX_PROMPT_TOKENS:
-            raise ContextLengthExceeded(
-                f"the prompt has {len(request.prompt_token_ids)} tokens, more than {MAX_PROMPT_TOKENS}",
-                param="prompt",
-            )
-        admission = self._admission
-        if not admission.try_enter():
-            await admission.enter(current_client.get())
-        try:
-            chunks = self._inner.generate(request)
-            try:
-                async for chunk in chunks:
-                    yield chunk
-            finally:
-                close = getattr(chunks, "aclose", None)
-                if close is not None:
-                    await close()
-        finally:
-            admission.leave()
 
 
 def _full() -> Overloaded:

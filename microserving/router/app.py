@@ -20,7 +20,7 @@ from microserving.router.admin import ProgramAdmin, create_admin_app
 from microserving.router.admin_access import read_key
 from microserving.router.admin_engines import EngineAdmin
 from microserving.router.admin_listener import admin_served
-from microserving.router.admission import Admission, AdmissionSettings, AdmittingBackend
+from microserving.router.admission import Admission, AdmissionSettings
 from microserving.router.circuit import CircuitSettings
 from microserving.router.config import RouterConfig
 from microserving.router.deployment import Deployer
@@ -68,6 +68,7 @@ class Router:
         )
         self._host = ProgramHost(program, self._registry.cluster, _host_settings(config))
         self._deployer = Deployer(self._host, self._roles, dry_run_timeout_s=config.dry_run_timeout_s)
+        self._admission = Admission(_admission_settings(config), self._decode_loads)
         self._dispatcher = Dispatcher(
             self._host,
             self._registry.cluster,
@@ -75,8 +76,8 @@ class Router:
             self._monitor,
             _dispatching(config),
             on_failure=self._registry.suspect,
+            admission=self._admission,
         )
-        self._admission = Admission(_admission_settings(config), self._decode_loads)
         self._figures = RouterFigures(self._registry, self._host, self._dispatcher, self._admission)
         self._dispatcher.ledger.on_ended = self._figures.ended
         self._exposition = Exposition(self._figures.figures)
@@ -85,7 +86,7 @@ class Router:
         control.add_api_route("/router/stats", self.stats, response_model=RouterStats)
         control.add_api_route("/metrics", self.metrics, response_class=Response)
         self.app: FastAPI = create_front(
-            AdmittingBackend(self._dispatcher, self._admission),
+            self._dispatcher,
             _front_settings(config),
             title="microserving router",
             control=control,

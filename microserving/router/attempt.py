@@ -136,7 +136,8 @@ class Attempt:
                             watchdog.settle()
                     if finished:
                         raise self._bug("went on after the last chunk")
-                    finished = self._is_last(chunk)
+                    if type(chunk) is not GenerationChunk or chunk.finish_reason is not None:
+                        finished = self._is_last(chunk)
                     self._holdings.unclaim()  # who was chosen and not asked so far does not serve this request
                     yield chunk
             finally:

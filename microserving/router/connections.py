@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import ssl
-from collections.abc import AsyncGenerator, Mapping
+from collections.abc import AsyncGenerator, Awaitable, Mapping
 from http import HTTPStatus
 from typing import Final, cast
 from urllib.parse import urlsplit
@@ -101,22 +101,30 @@ class Connections:
         connection = await self._connect(connect_timeout_s or self._connect_timeout_s)
         return await self._send_on(connection, message, limit_s, per_piece)
 
-    async def post(self, path: str, content: bytes, *, limit_s: float) -> tuple[Answer, bytes]:
-        """Send JSON, and take the whole answer: its head, and its body. As ``send`` and ``read``, but what every request
-        needs takes one wait."""
+    async def post(
+        self, path: str, content: bytes, *, limit_s: float
+    ) -> tuple[int, Mapping[bytes, bytes], bytes]:
+        """Send JSON, and take the whole answer: its status, headers and body. As ``send`` and ``read``, but what every
+        request needs takes one wait."""
         head = self._heads.get(path)
         if head is None:
             head = self._heads[path] = self._post_head(path)
         message = b"%b%d\r\n\r\n%b" % (head, len(content), content)
-        connection = self._reusable()
-        if connection is not None:
+        reused = connection = self._reusable()
+        while True:
+            if connection is None:
+                connection = await self._connect(self._connect_timeout_s)
+            self._busy.add(connection)
             try:
-                return await self._post_on(connection, message, limit_s)
+                connection.send(message, limit_s, False)
+                body = await connection.take_whole()
+                return connection.status, connection.headers, body
             except BrokenConnectionError:
-                if connection.heard:
+                if connection is not reused or connection.heard:
                     raise
-        connection = await self._connect(self._connect_timeout_s)
-        return await self._post_on(connection, message, limit_s)
+            finally:
+                self._done(connection)
+            connection = None
 
     def fail_all(self, error: Exception) -> None:
         """Whoever waits for a connection, or for an answer that has a limit, gets ``error`` now."""
@@ -146,15 +154,6 @@ class Connections:
             self._done(connection)
             raise
         return Answer(connection, self)
-
-    async def _post_on(self, connection: _Connection, message: bytes, limit_s: float) -> tuple[Answer, bytes]:
-        self._busy.add(connection)
-        try:
-            connection.send(message, limit_s, False)
-            body = await connection.take_whole()
-            return Answer(connection, None), body
-        finally:
-            self._done(connection)
 
     def _post_head(self, path: str) -> bytes:
         """All up to the value of the content length."""
@@ -196,24 +195,24 @@ class Connections:
             connection.abort()
             return
         self._idle.append(connection)
-        if not self._idle[0].is_fresh():
+        if len(self._idle) > 1 and not self._idle[0].is_fresh():
             self._idle.pop(0).abort()
 
 
 class Answer:
-    """One answer. Its body is read once, by ``read`` or ``pieces``. owner: None when that was done."""
+    """One answer. Its body is read once, by ``read`` or ``pieces``."""
 
-    __slots__ = ("_connection", "_headers", "_owner", "status")
+    __slots__ = ("_connection", "_owner", "headers", "status")
 
-    def __init__(self, connection: _Connection, owner: Connections | None) -> None:
+    def __init__(self, connection: _Connection, owner: Connections) -> None:
         self.status = connection.status
-        self._headers = connection.headers
-        self._connection = None if owner is None else connection
+        self.headers: Mapping[bytes, bytes] = connection.headers
+        self._connection: _Connection | None = connection
         self._owner = owner
 
     def header(self, name: bytes) -> str | None:
         """The value of the header ``name`` (lower case)."""
-        value = self._headers.get(name)
+        value = self.headers.get(name)
         return None if value is None else value.decode("latin-1")
 
     async def pieces(self) -> AsyncGenerator[bytes, None]:
@@ -221,10 +220,11 @@ class Answer:
         while piece := await self.next_piece():
             yield piece
 
-    async def next_piece(self) -> bytes:
-        """All that has arrived and was not taken; waits for more when there is nothing. Empty at the end."""
-        connection = self._connection
-        return b"" if connection is None else await connection.take()
+    def next_piece(self) -> Awaitable[bytes]:
+        """All that has arrived and was not taken; waits for more when there is nothing. Empty at the end. Not after
+        ``close``."""
+        assert self._connection is not None
+        return self._connection.take()
 
     async def read(self) -> bytes:
         """The whole body."""
@@ -239,7 +239,7 @@ class Answer:
     async def close(self) -> None:
         """Give the connection back, or close it when the body was not read to its end. Idempotent."""
         connection, self._connection = self._connection, None
-        if connection is not None and self._owner is not None:
+        if connection is not None:
             self._owner._done(connection)
 
 
@@ -299,7 +299,11 @@ class _Connection(asyncio.Protocol):
         while not self._has_head:
             if self._error is not None:
                 raise self._error
-            await self._wait()
+            self._waiter = self._loop.create_future()
+            try:
+                await self._waiter
+            finally:
+                self._waiter = None
 
     async def take(self) -> bytes:
         while not self._pieces:
@@ -307,7 +311,11 @@ class _Connection(asyncio.Protocol):
                 raise self._error
             if self._is_whole:
                 return b""
-            await self._wait()
+            self._waiter = self._loop.create_future()
+            try:
+                await self._waiter
+            finally:
+                self._waiter = None
         pieces, self._pieces = self._pieces, []
         self._held = 0
         if not self._reading:
@@ -321,7 +329,11 @@ class _Connection(asyncio.Protocol):
         while not self._is_whole:
             if self._error is not None:
                 raise self._error
-            await self._wait()
+            self._waiter = self._loop.create_future()
+            try:
+                await self._waiter
+            finally:
+                self._waiter = None
             if not self._reading:
                 self._until_end = False
                 return await self.take_all()
@@ -351,13 +363,6 @@ class _Connection(asyncio.Protocol):
         self._stop_timer()
         self._closed = True
         self._transport.abort()
-
-    async def _wait(self) -> None:
-        self._waiter = self._loop.create_future()
-        try:
-            await self._waiter
-        finally:
-            self._waiter = None
 
     def _wake(self) -> None:
         if self._waiter is not None and not self._waiter.done():
@@ -431,14 +436,12 @@ class _Connection(asyncio.Protocol):
 
     # The parser
 
-    def on_message_begin(self) -> None:
-        if self._is_whole:
-            raise BrokenConnectionError("an answer that nobody asked for")
-
     def on_header(self, name: bytes, value: bytes) -> None:
         self.headers[name.lower()] = value
 
     def on_headers_complete(self) -> None:
+        if self._is_whole:
+            raise BrokenConnectionError("an answer that nobody asked for")
         self.status = self._parser.get_status_code()
         self._has_head = self.status >= 200
 

@@ -14,8 +14,10 @@ from typing import Protocol
 
 from microserving.errors import InternalError, MicroservingError, NoEngine, Overloaded, ShuttingDown
 from microserving.front import ServedModel
+from microserving.front.access import current_client
 from microserving.program import Cluster, EngineClient
 from microserving.protocol.generation import GenerationChunk, GenerationRequest
+from microserving.router.admission import Admission
 from microserving.router.attempt import Attempt
 from microserving.router.hedging import race
 from microserving.router.in_flight import InFlight
@@ -60,7 +62,7 @@ class DispatchSettings:
 
 class Dispatcher:
     """in_flight: shared with the engine clients. ledger: of all requests. on_failure: called with engines that failed a
-    request, unless they are only full."""
+    request, unless they are only full. admission: whether requests may begin (None: they may)."""
 
     def __init__(
         self,
@@ -71,6 +73,7 @@ class Dispatcher:
         settings: DispatchSettings | None = None,
         ledger: Ledger | None = None,
         on_failure: Callable[[EngineClient], None] | None = None,
+        admission: Admission | None = None,
     ) -> None:
         self.ledger = ledger or Ledger()
         self._host = host
@@ -80,6 +83,7 @@ class Dispatcher:
         self._settings = settings or DispatchSettings()
         self._budget = RetryBudget(self._settings.retries)
         self._on_failure = on_failure
+        self._admission = admission
         self._releases: set[asyncio.Task[None]] = set()
         self._accepting = True
         self._running = 0
@@ -99,10 +103,14 @@ class Dispatcher:
 
     @property
     def ready(self) -> bool:
-        return self._accepting and self._served.ready
+        return self._is_open and self._served.ready
+
+    @property
+    def _is_open(self) -> bool:
+        return self._accepting and (self._admission is None or not self._admission.closed)
 
     async def refresh(self) -> None:
-        if self._accepting:
+        if self._is_open:
             await self._served.refresh()
 
     def refuse_requests(self) -> None:
@@ -115,8 +123,18 @@ class Dispatcher:
             await asyncio.wait(self._releases)
 
     async def generate(self, request: GenerationRequest) -> AsyncGenerator[GenerationChunk, None]:
-        """See ``Backend.generate``. An attempt that fails is followed by another one as ``_recover`` says."""
+        """See ``Backend.generate``. An attempt that fails is followed by another one as ``_recover`` says.
+
+        Raises also Overloaded, and ContextLengthExceeded for what is never admitted.
+        """
+        admission = self._admission
+        if admission is not None:
+            admission.check(request)
+            if not admission.try_enter():
+                await admission.enter(current_client.get())
         if not self._accepting:
+            if admission is not None:
+                admission.leave()
             raise ShuttingDown
         self._budget.deposit()
         journey = self._set_out(request)
@@ -145,6 +163,8 @@ class Dispatcher:
             raise
         finally:
             self._arrived(journey, error)
+            if admission is not None:
+                admission.leave()
 
     def _set_out(self, request: GenerationRequest) -> Journey:
         record = self.ledger.open(request.request_id, len(request.prompt_token_ids))

@@ -161,16 +161,15 @@ class HttpEngineClient(EngineClient):
                     answered = True
                     self._on_outcome(self, True)
                 for data in parser.feed(piece):
-                    for chunk in self._read_event(reader, data):
+                    for chunk in reader.feed(data):
                         yield chunk
                 http.check_open()  # it may have come between two waits
             if not reader.done:
                 raise http.broken("ended the stream early")
         except (TimeoutError, ConnectionFailedError) as error:
             raise self._failed(http.lost(error)) from None
-        except EngineUnavailable as error:
-            self._failed(error)
-            raise
+        except MicroservingError as error:
+            raise self._failed(http.seen_by_client(error)) from None
         finally:
             if answer is not None:
                 await answer.close()
@@ -339,12 +338,6 @@ class HttpEngineClient(EngineClient):
             return validate(model, body)
         except InvalidRequest as error:
             raise self._http.broken(f"gave a wrong answer: {error.message}") from None
-
-    def _read_event(self, reader: GenerationStreamReader, data: str) -> list[GenerationChunk]:
-        try:
-            return reader.feed(data)
-        except MicroservingError as error:
-            raise self._http.seen_by_client(error) from None
 
 
 def _path(verb: str) -> str:

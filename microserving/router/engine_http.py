@@ -98,11 +98,11 @@ class EngineHTTP:
     async def fetch(self, path: str, body: bytes, *, timeout_s: float) -> bytes:
         """As ``post``, but the answer's bytes."""
         try:
-            answer, content = await self._connections.post(path, body, limit_s=timeout_s)
+            status, headers, content = await self._connections.post(path, body, limit_s=timeout_s)
         except (TimeoutError, ConnectionFailedError) as error:
             raise self.lost(error) from None
-        if answer.status != 200:
-            raise self._refusal(answer, content)
+        if status != 200:
+            raise self._refusal(status, headers, content)
         return content
 
     async def post_if_known(
@@ -127,7 +127,7 @@ class EngineHTTP:
         if answer.status == 200:
             return answer
         try:
-            raise self._refusal(answer, await _read(answer))
+            raise self._refusal(answer.status, answer.headers, await _read(answer))
         except (TimeoutError, ConnectionFailedError) as error:
             raise self.lost(error) from None
 
@@ -217,7 +217,7 @@ class EngineHTTP:
 
     def _object(self, answer: Answer, content: bytes) -> dict[str, Any]:
         if answer.status != 200:
-            raise self._refusal(answer, content)
+            raise self._refusal(answer.status, answer.headers, content)
         body = _json_object(content)
         if body is None:
             raise self.broken("answered something that is not a JSON object")
@@ -237,13 +237,13 @@ class EngineHTTP:
         self._on_unreachable(f"the connection broke: {_reason(error)}")
         return self.broken("broke the connection")
 
-    def _refusal(self, answer: Answer, content: bytes) -> MicroservingError:
+    def _refusal(self, status: int, headers: Mapping[bytes, bytes], content: bytes) -> MicroservingError:
         body = _json_object(content) or {}
         error = body.get("error")
         if not isinstance(error, dict):
-            return self.broken(f"answered with status {answer.status}")
-        refusal = error_from_body(answer.status, error)
-        refusal.retry_after_s = _seconds(answer.header(b"retry-after"))
+            return self.broken(f"answered with status {status}")
+        refusal = error_from_body(status, error)
+        refusal.retry_after_s = _seconds(headers.get(b"retry-after"))
         return self.seen_by_client(refusal)
 
 
@@ -294,5 +294,5 @@ def _reason(error: Exception) -> str:
     return str(error) or type(error).__name__
 
 
-def _seconds(header: str | None) -> float | None:
-    return float(header) if header is not None and header.isdecimal() else None
+def _seconds(header: bytes | None) -> float | None:
+    return float(header) if header is not None and header.isdigit() else None

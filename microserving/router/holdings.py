@@ -7,7 +7,6 @@ also what the in-flight counters count. Knows no HTTP and no program.
 from __future__ import annotations
 
 import asyncio
-import inspect
 import logging
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Coroutine
 from typing import Any, Literal, TypeVar
@@ -25,6 +24,8 @@ _logger = logging.getLogger(__name__)
 
 Kind = Literal["reservation", "send", "generation"]
 ResultT = TypeVar("ResultT")
+_MANY_CALLS = 16
+"""Of a program's calls: then those that have begun are forgotten."""
 
 
 class Holdings:
@@ -52,7 +53,7 @@ class Holdings:
 
     def __bool__(self) -> bool:
         """Whether anything is held, or a call that was never begun is left."""
-        return bool(self._held) or bool(self.not_awaited())
+        return bool(self._held) or any(map(_is_unstarted, self._called))
 
     @property
     def engines(self) -> set[EngineClient]:
@@ -76,18 +77,22 @@ class Holdings:
 
     def unclaim(self) -> None:
         """No engine that was chosen and never asked counts any more. Idempotent."""
+        if not self._claims:
+            return
         for engine in self._claims:
             self._leave(engine)
         self._claims.clear()
 
     def called(self, verb: str, call: Coroutine[Any, Any, ResultT]) -> Coroutine[Any, Any, ResultT]:
         """Notice a verb that the program calls and does not await."""
-        self._called = [*filter(_is_unstarted, self._called), (verb, call)]
+        if len(self._called) == _MANY_CALLS:
+            self._called = [*filter(_is_unstarted, self._called)]
+        self._called.append((verb, call))
         return call
 
     def not_awaited(self) -> list[str]:
         """The verbs that were called and never begun."""
-        return [verb for verb, call in self._called if _is_unstarted((verb, call))]
+        return [verb for verb, _ in filter(_is_unstarted, self._called)]
 
     def close_calls(self) -> None:
         """Nobody will await them any more."""
@@ -97,13 +102,14 @@ class Holdings:
     def take(self, engine: EngineClient, request: Request, kind: Kind) -> bool:
         """Write down a hold before the engine is asked for it. False: it was held before."""
         key = (engine, request.request_id)
-        if key not in self._held:
-            self._held[key] = (request, set())
+        held = self._held.get(key)
+        if held is None:
+            held = self._held[key] = (request, set())
             if engine in self._claims:
                 self._claims.remove(engine)
             else:
                 self._in_flight[engine] += 1
-        kinds = self._held[key][1]
+        kinds = held[1]
         is_new = kind not in kinds
         kinds.add(kind)
         return is_new
@@ -111,11 +117,12 @@ class Holdings:
     def drop(self, engine: EngineClient, request: Request, *kinds: Kind) -> None:
         """The engine no longer holds these. Idempotent."""
         key = (engine, request.request_id)
-        if key not in self._held:
+        held = self._held.get(key)
+        if held is None:
             return
         if "reservation" in kinds:
             self._renewals.stop(engine, request.request_id)
-        left = self._held[key][1]
+        left = held[1]
         left.difference_update(kinds)
         if not left:
             self._forget(key)
@@ -145,7 +152,7 @@ class Holdings:
         if is_engines_fault(error):
             self.failed.add(engine)
             if receiver is not None and not isinstance(error, Overloaded):
-                self.failed.add(receiver._inner if isinstance(receiver, HeldEngine) else receiver)
+                self.failed.add(receiver)
 
     def found_cached(self, engine: EngineClient, request: Request, tokens: int) -> None:
         """The engine said how much of the prompt it had."""
@@ -210,11 +217,12 @@ class HeldEngine(EngineClient):
         return self._holdings.called("remote_send", self._remote_send(request, to))
 
     async def _prep_recv(self, request: Request, end: int) -> Received:
-        with self._holding(request, "reservation"):
-            received = await self._holdings.asked(self._inner.prep_recv(request, end=end))
-        self._holdings.record.reserved(received.end, received.prefix_matched_length)
-        self._holdings.found_cached(self._inner, request, received.prefix_matched_length)
-        self._holdings.keep_alive(received, self._inner, request)
+        holdings = self._holdings
+        with _Asking(holdings, self._inner, request, "reservation", None):
+            received = await self._inner.prep_recv(request, end=end)
+        holdings.record.reserved(received.end, received.prefix_matched_length)
+        holdings.found_cached(self._inner, request, received.prefix_matched_length)
+        holdings.keep_alive(received, self._inner, request)
         return Received(
             received.kv_append_metadata,
             received.prefix_matched_length,
@@ -228,9 +236,9 @@ class HeldEngine(EngineClient):
         if to.complete:
             return await self._inner.remote_send(request, to=to)
         self._holdings.record.sending(self._inner)
-        with self._holding(request, "send", receiver=to.engine):
-            sending = self._inner.remote_send(request, to=to)
-            result = await self._holdings.asked(to.engine.while_answering(sending))
+        receiver = to.engine._inner if isinstance(to.engine, HeldEngine) else to.engine
+        with _Asking(self._holdings, self._inner, request, "send", receiver):
+            result = await receiver.while_answering(self._inner.remote_send(request, to=to))
         self._holdings.drop(self._inner, request, "send")
         self._holdings.record.sent(result)
         return result
@@ -264,7 +272,7 @@ class HeldEngine(EngineClient):
         holdings = self._holdings
         holdings.use(self._inner, request)
         holdings.record.generating(self._inner)
-        with self._holding(request, "generation"):
+        with _Holding(holdings, self._inner, request, "generation", None):
             chunks = aiter(self._inner.start_generate(request, begin=begin))
             finished, cached = False, 0
             try:
@@ -283,9 +291,6 @@ class HeldEngine(EngineClient):
         if finished:
             holdings.found_cached(self._inner, request, cached)
             holdings.drop(self._inner, request, "reservation", "generation")
-
-    def _holding(self, request: Request, kind: Kind, receiver: EngineClient | None = None) -> _Holding:
-        return _Holding(self._holdings, self._inner, request, kind, receiver)
 
 
 class _Holding:
@@ -320,6 +325,22 @@ class _Holding:
                 self._holdings.drop(self._engine, self._request, self._kind)
 
 
+class _Asking(_Holding):
+    """The same around a verb that is one answer, which is waited for all the while."""
+
+    __slots__ = ()
+
+    def __enter__(self) -> None:
+        super().__enter__()
+        self._holdings.busy += 1
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        self._holdings.busy -= 1
+        self._holdings.moves += 1
+        if error is not None:
+            super().__exit__(kind, error, trace)
+
+
 async def close(chunks: AsyncIterator[Any]) -> None:
     """Close ``chunks`` when it can be closed (an async generator can), unless it has ended."""
     if getattr(chunks, "ag_frame", chunks) is None:
@@ -350,6 +371,6 @@ async def _abort(engine: EngineClient, request: Request, timeout_s: float) -> No
         _logger.log(level, "could not abort request %s on %s: %s", request.request_id, engine.id, error)
 
 
-def _is_unstarted(called: tuple[str, Coroutine[Any, Any, Any]]) -> bool:
-    call = called[1]
-    return inspect.iscoroutine(call) and inspect.getcoroutinestate(call) == inspect.CORO_CREATED
+def _is_unstarted(called: tuple[str, Any]) -> bool:
+    call = called[1]  # inspect.getcoroutinestate, at a tenth of the price
+    return call.cr_frame is not None and not call.cr_running and not call.cr_suspended

@@ -9,6 +9,7 @@ from microserving.front import ServedModel
 from microserving.program import Program
 from microserving.program.testing import FakeCluster
 from microserving.protocol.generation import GenerationRequest, SamplingParams, StopParams
+from microserving.router.admission import Admission
 from microserving.router.dispatch import Dispatcher, DispatchSettings
 from microserving.router.in_flight import InFlight
 from microserving.router.program_host import ProgramHost
@@ -45,6 +46,7 @@ class Hosted:
         program: str | Program,
         cluster: FakeCluster | None = None,
         dispatching: DispatchSettings | None = None,
+        admission: Admission | None = None,
         **settings: object,
     ) -> None:
         self.cluster = FakeCluster() if cluster is None else cluster
@@ -53,7 +55,12 @@ class Hosted:
         self.loaded = load_program(program, settings) if isinstance(program, str) else _loaded(program)
         self.host = ProgramHost(self.loaded, self.cluster)
         self.dispatcher = Dispatcher(
-            self.host, self.cluster, self.in_flight, self.served, dispatching or QUICK
+            self.host,
+            self.cluster,
+            self.in_flight,
+            self.served,
+            dispatching or QUICK,
+            admission=admission,
         )
 
     async def settle(self) -> None:

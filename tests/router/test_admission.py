@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import Awaitable, Callable
 from typing import Any
 
 import pytest
@@ -12,16 +12,16 @@ from hypothesis import strategies as st
 
 from microserving.errors import ContextLengthExceeded, Overloaded, ShuttingDown
 from microserving.policies import EngineLoad
-from microserving.protocol.generation import GenerationChunk, GenerationRequest
+from microserving.program import Chunks, Cluster, GenerationChunk, Program, Request
 from microserving.router.admission import (
     MAX_PROMPT_TOKENS,
     Admission,
     AdmissionSettings,
-    AdmittingBackend,
     FairQueue,
 )
+from microserving.router.dispatch import Dispatcher
 
-from .hosting import generation
+from .hosting import Hosted, generation
 from .virtual_time import run_virtual
 
 
@@ -175,58 +175,47 @@ def test_waiting_until_all_have_ended_is_bounded() -> None:
     scenario(run)
 
 
-class Inner:
-    """A backend that counts what runs."""
+class Slow(Program):
+    async def route(self, request: Request, cluster: Cluster) -> Chunks:
+        yield GenerationChunk("a", (1,))
+        await asyncio.sleep(1.0)
+        yield GenerationChunk("b", (2,), finish_reason="stop")
 
-    model = tokenizer = None
-    ready = True
 
-    def __init__(self) -> None:
-        self.running = 0
-
-    async def refresh(self) -> None:
-        return None
-
-    async def generate(self, request: GenerationRequest) -> AsyncIterator[GenerationChunk]:
-        self.running += 1
-        try:
-            yield GenerationChunk("a")
-            await asyncio.sleep(1.0)
-            yield GenerationChunk("b", finish_reason="stop")
-        finally:
-            self.running -= 1
+def hosted(admission: Admission) -> Hosted:
+    return Hosted(Slow(), admission=admission)
 
 
 def test_a_slot_is_given_back_however_a_generation_ends() -> None:
     async def run() -> None:
-        inner = Inner()
         admission = Admission(AdmissionSettings(), list)
-        backend = AdmittingBackend(inner, admission)
-        assert [chunk.text async for chunk in backend.generate(generation())] == ["a", "b"]
-        left: Any = backend.generate(generation())
+        dispatcher = hosted(admission).dispatcher
+        assert [chunk.text async for chunk in dispatcher.generate(generation())] == ["a", "b"]
+        left: Any = dispatcher.generate(generation())
         await anext(left)
-        assert (admission.admitted, inner.running) == (1, 1)
+        assert (admission.admitted, dispatcher.running) == (1, 1)
         await left.aclose()
-        assert (admission.admitted, inner.running) == (0, 0)
-        reading = asyncio.create_task(_read(backend))
+        assert (admission.admitted, dispatcher.running) == (0, 0)
+        reading = asyncio.create_task(_read(dispatcher))
         await asyncio.sleep(0.5)
         reading.cancel()
         await asyncio.wait([reading])
-        assert (admission.admitted, inner.running) == (0, 0)
+        assert (admission.admitted, dispatcher.running) == (0, 0)
+        await dispatcher.stop()
 
     scenario(run)
 
 
-async def _read(backend: AdmittingBackend) -> None:
-    async for _ in backend.generate(generation()):
+async def _read(dispatcher: Dispatcher) -> None:
+    async for _ in dispatcher.generate(generation()):
         pass
 
 
 def test_a_prompt_over_the_cap_is_refused() -> None:
     async def run() -> None:
-        backend = AdmittingBackend(Inner(), Admission(AdmissionSettings(), list))
+        dispatcher = hosted(Admission(AdmissionSettings(), list)).dispatcher
         with pytest.raises(ContextLengthExceeded) as refused:
-            await anext(backend.generate(generation(MAX_PROMPT_TOKENS + 1)))
+            await anext(dispatcher.generate(generation(MAX_PROMPT_TOKENS + 1)))
         assert refused.value.param == "prompt"
 
     scenario(run)
@@ -235,12 +224,24 @@ def test_a_prompt_over_the_cap_is_refused() -> None:
 def test_a_closed_door_is_not_ready() -> None:
     async def run() -> None:
         admission = Admission(AdmissionSettings(), list)
-        backend = AdmittingBackend(Inner(), admission)
-        assert backend.ready
+        dispatcher = hosted(admission).dispatcher
+        assert dispatcher.ready
         admission.close()
-        assert not backend.ready
+        assert not dispatcher.ready
         with pytest.raises(ShuttingDown):
-            await anext(backend.generate(generation()))
+            await anext(dispatcher.generate(generation()))
+
+    scenario(run)
+
+
+def test_a_router_that_stops_keeps_no_slot() -> None:
+    async def run() -> None:
+        admission = Admission(AdmissionSettings(), list)
+        dispatcher = hosted(admission).dispatcher
+        dispatcher.refuse_requests()
+        with pytest.raises(ShuttingDown):
+            await anext(dispatcher.generate(generation()))
+        assert admission.admitted == 0
 
     scenario(run)
 
