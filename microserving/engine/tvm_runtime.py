@@ -24,7 +24,7 @@ Objects = tuple[bytes, ...]
 """The object files of one module: its kernels, and its VM bytecode as data."""
 
 _CPU: Final = 1  # kDLCPU
-_POOLED_ALLOCATOR: Final = 2  # of the Relax VM
+_NAIVE_ALLOCATOR: Final = 1  # of the Relax VM; its pooled one keeps what is freed for ever, apart for every size
 _NO_CXX_RUNTIME = "microserving-needs-no-c++-runtime"  # else orcjit asks a C++ compiler where libstdc++ is
 
 
@@ -92,5 +92,5 @@ def load_objects(objects: Objects) -> Any:
 def virtual_machine(code: Any) -> Any:
     """The functions of a compiled Relax module by name, ready to be called on the CPU (as ``tvm.relax.VirtualMachine``)."""
     machine = code["vm_load_executable"]()
-    machine["vm_initialization"](_CPU, 0, _POOLED_ALLOCATOR)
+    machine["vm_initialization"](_CPU, 0, _NAIVE_ALLOCATOR)
     return machine
