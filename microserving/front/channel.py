@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from abc import ABC, abstractmethod
-from collections.abc import Coroutine, Sequence
+from collections.abc import Awaitable, Coroutine, Sequence
 from typing import Any
 
 from starlette.types import Receive, Scope, Send
@@ -57,6 +57,10 @@ class Channel(ABC):
     @abstractmethod
     async def write(self, data: bytes, *, more: bool) -> None:
         """A part of the stream; the last one when not ``more``. Waits while the client is slow to read."""
+
+    def write_soon(self, data: bytes) -> Awaitable[None] | None:
+        """As ``write`` of a part that is not the last one; None when there is nothing to wait for."""
+        return self.write(data, more=True)
 
     @abstractmethod
     async def run(self, work: Coroutine[Any, Any, None]) -> None:

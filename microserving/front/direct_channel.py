@@ -124,13 +124,19 @@ class DirectChannel(Channel):
             self._transport.write(self._head(200, headers, b"transfer-encoding: chunked\r\n"))
 
     async def write(self, data: bytes, *, more: bool) -> None:
-        if self.disconnected:
-            return
-        self._transport.write(b"%x\r\n%b\r\n%b" % (len(data), data, b"" if more else b"0\r\n\r\n"))
-        if not more:
+        if more:
+            waiting = self.write_soon(data)
+            if waiting is not None:
+                await waiting
+        elif not self.disconnected:
+            self._transport.write(b"%x\r\n%b\r\n0\r\n\r\n" % (len(data), data))
             self._complete()
-        elif self._flow.write_paused:
-            await self._drain()
+
+    def write_soon(self, data: bytes) -> Awaitable[None] | None:
+        if self.disconnected:
+            return None
+        self._transport.write(b"%x\r\n%b\r\n" % (len(data), data))
+        return self._drain() if self._flow.write_paused else None
 
     async def run(self, work: Coroutine[Any, Any, None]) -> None:
         if self._gone():

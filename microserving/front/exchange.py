@@ -83,9 +83,9 @@ class Exchange:
             await self._channel.begin_stream([*_STREAM_HEADERS, *self.headers])
         await self._write(b"".join(map(encode_event, events)))
 
-    def send_event(self, event: bytes) -> Awaitable[None]:
-        """Stream an event that is encoded; one has been sent before."""
-        return self._channel.write(event, more=True)
+    def send_event(self, event: bytes) -> Awaitable[None] | None:
+        """Stream an event that is encoded; one has been sent before. None: there is nothing to wait for."""
+        return self._channel.write_soon(event)
 
     async def end_stream(self) -> None:
         """The end marker and the end of the answer."""

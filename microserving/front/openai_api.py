@@ -207,14 +207,16 @@ async def stream_answer(
         try:
             async for chunk in chunks:
                 order.check(chunk)
-                await show.chunk(0, chunk)
+                if (sending := show.chunk(0, chunk)) is not None:
+                    await sending
         finally:
             await close_generation(chunks)
         order.end()
     else:
         async with run_generations(backend, requests, concurrency) as indexed:
             async for index, chunk in indexed:
-                await show.chunk(index, chunk)
+                if (sending := show.chunk(index, chunk)) is not None:
+                    await sending
     last = shape.usage_chunk(usage)
     if last is not None:
         await exchange.send_events([last])
@@ -230,8 +232,8 @@ class _Shown:
         self._usage = usage
         self._started: set[int] = set()
 
-    def chunk(self, index: int, chunk: GenerationChunk) -> Awaitable[None]:
-        """Send it."""
+    def chunk(self, index: int, chunk: GenerationChunk) -> Awaitable[None] | None:
+        """Send it; what is to be awaited, if anything."""
         if index in self._started and (event := self._shape.next_event(index, chunk)) is not None:
             return self._exchange.send_event(event)
         return self._other(index, chunk)

@@ -331,7 +331,7 @@ class _Asking(_Holding):
     __slots__ = ()
 
     def __enter__(self) -> None:
-        super().__enter__()
+        self._is_new = self._holdings.take(self._engine, self._request, self._kind)
         self._holdings.busy += 1
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
