@@ -24,7 +24,8 @@ Objects = tuple[bytes, ...]
 """The object files of one module: its kernels, and its VM bytecode as data."""
 
 _CPU: Final = 1  # kDLCPU
-_NAIVE_ALLOCATOR: Final = 1  # of the Relax VM; its pooled one keeps what is freed for ever, apart for every size
+_NAIVE_ALLOCATOR: Final = 1
+"""Of the Relax VM. Its pooled one keeps all that is freed, apart for every size: gigabytes, for steps of any length."""
 _NO_CXX_RUNTIME = "microserving-needs-no-c++-runtime"  # else orcjit asks a C++ compiler where libstdc++ is
 
 

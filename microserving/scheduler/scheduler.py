@@ -87,6 +87,7 @@ class Scheduler:
         self._pool.copies_made(sequence)
         self._pool.publish(sequence, sequence.tokens[:received])
         sequence.computed = max(received, self._pool.adopt(sequence, sequence.tokens[:last]))
+        self._pool.cache.count(last - received, sequence.computed - received)
         sequence.computed_before = received
         sequence.cached_tokens = min(lease.begin, received) + sequence.computed - received
         sequence.started = True

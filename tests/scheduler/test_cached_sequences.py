@@ -257,7 +257,10 @@ def test_what_is_cached_beyond_the_split_is_used() -> None:
     lease = scheduler.try_reserve("r", tuple(range(13)), 2, now=0.0)
     assert lease is not None
     assert (lease.begin, lease.end, lease.state) == (2, 2, LeaseState.ARRIVED)
+    cache = scheduler.prefix_cache
+    before = (cache.query_tokens, cache.hit_tokens)
     scheduler.add_received(prompt("r", 13))
+    assert (cache.query_tokens - before[0], cache.hit_tokens - before[1]) == (10, 10)
     assert shape(step(scheduler)) == [("r", 12, 12, 1)]
     assert scheduler.pages.running == 1
 
