@@ -21,7 +21,8 @@ from microserving.protocol.body import WireModel, validate
 from microserving.protocol.generation import GenerationChunk, RemoteSendResult
 from microserving.protocol.generation_stream import GenerationStreamReader
 from microserving.protocol.sse import SSEParser
-from microserving.router.connections import Answer, ConnectionFailedError
+from microserving.router.connection import ConnectionFailedError
+from microserving.router.connections import Answer
 from microserving.router.engine_http import EngineHTTP
 from microserving.router.in_flight import InFlight
 from microserving.router.mlc_peer import mlc_body, mlc_info

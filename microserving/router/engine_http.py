@@ -28,13 +28,12 @@ from microserving.errors import (
     error_from_body,
 )
 from microserving.protocol.responses import dump
-from microserving.router.connections import (
-    Answer,
+from microserving.router.connection import (
     CannotConnectError,
     ConnectionFailedError,
-    Connections,
     ConnectTimeoutError,
 )
+from microserving.router.connections import Answer, Connections
 
 ResultT = TypeVar("ResultT")
 

@@ -7,7 +7,8 @@ from collections.abc import Awaitable, Callable
 
 import pytest
 
-from microserving.router.connections import BrokenConnectionError, Connections
+from microserving.router.connection import BrokenConnectionError
+from microserving.router.connections import Connections
 
 OK = b"HTTP/1.1 200 OK\r\ncontent-length: 2\r\ncontent-type: application/json\r\n\r\n{}"
 
