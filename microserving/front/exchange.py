@@ -147,6 +147,7 @@ class Endpoint:
         )
         if self._cors is not None:
             exchange.headers += self._cors.headers(channel.headers)
+        outcome = "cancelled"
         with request_id_scope(request_id):
             try:
                 client = self._enter(channel, exchange)
@@ -155,10 +156,16 @@ class Endpoint:
                     await channel.run(self._handler(exchange))
                 finally:
                     self._access.leave(client)
+                outcome = "ok"
             except ClientLeftError:
                 _logger.info("the client left before the answer was complete")
             except Exception as error:  # noqa: BLE001 - the wall between our bugs and the client
-                await exchange.fail(client_error(error))
+                told = client_error(error)
+                outcome = told.code or "internal_error"
+                await exchange.fail(told)
+            finally:
+                if self._settings.on_ended is not None:
+                    self._settings.on_ended(outcome)
 
     def _enter(self, channel: Channel, exchange: Exchange) -> str:
         """Who asks; the admission to the service begins with it."""

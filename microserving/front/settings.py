@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Final
 
@@ -35,7 +36,8 @@ class FrontSettings:
 
     strict_fields: unknown body fields are refused (400) instead of ignored. max_concurrent_choices: how many of one
     request's choices (n, several prompts) run at once; the others wait for their turn. api_keys: None = everybody may
-    ask. cors_origins: of web pages that may ask; none by default.
+    ask. cors_origins: of web pages that may ask; none by default. on_ended: called with how each request to a hot route
+    ended, however many choices it had: ``ok``, ``cancelled`` or an error's code.
     """
 
     max_body_bytes: int | None = None
@@ -46,6 +48,7 @@ class FrontSettings:
     api_keys: ApiKeys | None = None
     client_limits: ClientLimits = field(default_factory=ClientLimits)
     cors_origins: tuple[str, ...] = ()
+    on_ended: Callable[[str], None] | None = None
 
     def body_limits(self, max_context: int, text_bytes_per_token: int | None) -> BodyLimits:
         """text_bytes_per_token: as the tokenizer has it. max_context 0: the model is not known yet."""

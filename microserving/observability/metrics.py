@@ -95,8 +95,13 @@ ITL_SECONDS: Final = _histogram("engine_itl_seconds", "Between two tokens of a g
 
 # --- a router --------------------------------------------------------------------------------------------------------
 
-ROUTER_REQUESTS: Final = _counter("router_requests", "Generations that ended, by how", "outcome")
-ROUTER_REQUESTS_RUNNING: Final = _gauge("router_requests_running", "Generations that run, by state", "state")
+ROUTER_REQUESTS: Final = _counter("router_requests", "Requests of clients that ended, by how", "outcome")
+ROUTER_GENERATIONS: Final = _counter(
+    "router_generations", "Generations (each choice is one) that ended, by how", "outcome"
+)
+ROUTER_GENERATIONS_RUNNING: Final = _gauge(
+    "router_generations_running", "Generations that run, by state", "state"
+)
 ROUTER_RETRIES: Final = _counter("router_retries", "Attempts made again before the first token")
 ROUTER_RESUMES: Final = _counter("router_resumes", "Streams that went on on another engine")
 ROUTER_HEDGES: Final = _counter("router_hedges", "Attempts made beside another one")

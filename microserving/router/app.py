@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import hmac
 from collections import Counter
 from collections.abc import AsyncIterator
@@ -87,7 +88,7 @@ class Router:
         control.add_api_route("/metrics", self.metrics, response_class=Response)
         self.app: FastAPI = create_front(
             self._dispatcher,
-            _front_settings(config),
+            dataclasses.replace(_front_settings(config), on_ended=self._figures.request_ended),
             title="microserving router",
             control=control,
             lifespan=self._lifespan,

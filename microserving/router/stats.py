@@ -1,10 +1,11 @@
 """What a router tells of itself: `/router/stats` and the figures of `/metrics`.
 
-Reads the parts; owns nothing but the histograms of requests that ended.
+Reads the parts; owns nothing but how requests ended, and the histograms of generations that did.
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from typing import Final
 
 from pydantic import BaseModel
@@ -74,11 +75,16 @@ class RouterFigures:
         self._host = host
         self._dispatcher = dispatcher
         self._admission = admission
+        self._requests: Counter[str] = Counter()
         self._ttft = Histogram(names.TTFT_BUCKETS)
         self._duration = Histogram(names.DURATION_BUCKETS)
 
+    def request_ended(self, outcome: str) -> None:
+        """A client's request ended: ``FrontSettings.on_ended``."""
+        self._requests[outcome] += 1
+
     def ended(self, record: RequestRecord) -> None:
-        """A request ended: ``Ledger.on_ended``."""
+        """A generation ended: ``Ledger.on_ended``."""
         if record.ttft_s is not None:
             self._ttft.observe(record.ttft_s)
         if record.duration_s is not None:
@@ -116,8 +122,9 @@ class RouterFigures:
         totals, states = ledger.totals, ledger.states
         figures.put(names.ROUTER_TTFT_SECONDS, self._ttft.copy())
         figures.put(names.ROUTER_REQUEST_SECONDS, self._duration.copy())
-        figures.put_all(names.ROUTER_REQUESTS, totals.outcomes)
-        figures.put_all(names.ROUTER_REQUESTS_RUNNING, {state: states[state] for state in _STATES})
+        figures.put_all(names.ROUTER_REQUESTS, self._requests)
+        figures.put_all(names.ROUTER_GENERATIONS, totals.outcomes)
+        figures.put_all(names.ROUTER_GENERATIONS_RUNNING, {state: states[state] for state in _STATES})
         figures.put(names.ROUTER_RETRIES, totals.retries)
         figures.put(names.ROUTER_RESUMES, totals.resumes)
         figures.put(names.ROUTER_HEDGES, totals.hedges)

@@ -64,6 +64,9 @@ def samples(text: str) -> dict[tuple[str, frozenset[tuple[str, str]]], float]:
 def test_metrics_count_and_hold_nothing_that_a_client_sent() -> None:
     async def scenario(setup: Setup) -> None:
         await setup.complete()
+        await setup.http.post(
+            "/v1/completions", json={"model": "other", "prompt": [5], "max_tokens": 2, "n": 2}
+        )
         before = samples((await setup.http.get("/metrics")).text)
         for number in range(30):
             secret = f"tenant-{number}@example"
@@ -73,6 +76,7 @@ def test_metrics_count_and_hold_nothing_that_a_client_sent() -> None:
                 "user": secret,
                 "prompt": [5, 6],
                 "max_tokens": 2,
+                "n": 1 + number % 4 // 2,
             }
             await setup.http.post("/v1/completions", json=body, headers=headers)
         answer = await setup.http.get("/metrics")
@@ -81,9 +85,13 @@ def test_metrics_count_and_hold_nothing_that_a_client_sent() -> None:
         assert "127.0.0.1" not in answer.text
         after = samples(answer.text)
         assert set(after) == set(before)
-        name = ("microserving_router_requests_total", frozenset({("outcome", "ok")}))
-        assert (before[name], after[name]) == (1, 16)  # 15 with the right model
-        assert after["microserving_router_output_tokens_total", frozenset()] == 32
+        ok, unknown = (frozenset({("outcome", how)}) for how in ("ok", "model_not_found"))
+        requests, generations = (f"microserving_router_{what}_total" for what in ("requests", "generations"))
+        assert (before[requests, ok], after[requests, ok]) == (1, 16)  # 15 with the right model
+        assert (before[requests, unknown], after[requests, unknown]) == (1, 16)
+        # One choice each for 0, 4 .. 28, two for 2, 6 .. 26.
+        assert (before[generations, ok], after[generations, ok]) == (1, 1 + 8 + 2 * 7)
+        assert after["microserving_router_output_tokens_total", frozenset()] == 2 * 23
         for engine in ("prefill-0", "decode-0"):
             labels = frozenset({("engine", engine), ("role", engine[:-2])})
             assert after["microserving_router_engine_up", labels] == 1
