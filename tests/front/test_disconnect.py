@@ -9,6 +9,7 @@ import struct
 from collections.abc import AsyncIterator
 from typing import Any
 
+import httpx
 import pytest
 
 from microserving.front import FrontSettings, create_front
@@ -161,3 +162,20 @@ def test_many_choices_that_fail_leave_nothing() -> None:
     response = call(create_front(backend), "POST", "/v1/completions", content=body(n=20))
     assert response.status_code == 500
     assert backend.active == 0
+
+
+@pytest.mark.case("MT-03")
+def test_every_request_ends_once_whatever_its_choices() -> None:
+    endings: list[str] = []
+    backend = ScriptedBackend()
+    with live(create_front(backend, FrontSettings(on_ended=endings.append))) as port:
+        url = f"http://127.0.0.1:{port}/v1/completions"
+        for fields in ({}, {"n": 3}, {"n": 3, "stream": True}, {"n": -1}):
+            httpx.post(url, content=body(**fields))
+        backend.script = silent
+        client = socket.create_connection(("127.0.0.1", port))
+        client.sendall(raw_request("/v1/completions", body(n=3)))
+        assert backend.wait_active(3)
+        client.close()
+        assert backend.wait_active(0)
+    assert endings == ["ok", "ok", "ok", "invalid_value", "cancelled"]
