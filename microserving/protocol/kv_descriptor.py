@@ -32,6 +32,7 @@ MAX_REQUEST_ID_BYTES = 1024
 MIN_SECRET_BYTES = 16
 
 _PARAM = "kv_addr_info"
+_SECRET_LABEL = b"microserving cluster secret id"  # no JSON object, so no descriptor
 _MAX_SLOT = 2**31 - 1
 _MAX_COUNT = 2**63 - 1
 _MAX_UNIX_TIME = 2**40
@@ -88,6 +89,14 @@ def check_secret(secret: bytes | None) -> bytes | None:
             f"the cluster secret has {len(secret)} bytes; it must have at least {MIN_SECRET_BYTES}"
         )
     return secret
+
+
+def secret_id(secret: bytes | None) -> str:
+    """Tells whether two engines have the same cluster secret, and nothing else of it. "" when there is none.
+
+    16 hex digits of the HMAC-SHA256 of a fixed label: no descriptor can ever be signed with it.
+    """
+    return "" if secret is None else hmac.new(secret, _SECRET_LABEL, hashlib.sha256).hexdigest()[:16]
 
 
 # ---------------------------------------------------------------------------------------------- segments and slots

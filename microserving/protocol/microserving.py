@@ -157,7 +157,10 @@ class MatchPrefixAnswer(WireModel):
 
 
 class EngineInfo(WireModel):
-    """GET `/microserving/info`: what an engine is. transports: name -> public description."""
+    """GET `/microserving/info`: what an engine is. transports: name -> public description.
+
+    cluster_secret_id: ``kv_descriptor.secret_id``: "" without a secret, None of engines that do not tell.
+    """
 
     protocol_version: int
     engine_id: str
@@ -173,6 +176,7 @@ class EngineInfo(WireModel):
     max_context: int
     created: int
     transports: dict[str, dict[str, str | int]]
+    cluster_secret_id: str | None = None
 
 
 class EngineCounters(WireModel):

@@ -18,6 +18,7 @@ from microserving.protocol.microserving import EngineInfo
 from microserving.router.circuit import Circuit, CircuitSettings
 from microserving.router.config import peer_url
 from microserving.router.engine_client import EngineTimeouts, HttpEngineClient
+from microserving.router.fitness import conflict, out_of_reach
 from microserving.router.in_flight import InFlight
 
 _logger = logging.getLogger(__name__)
@@ -27,7 +28,6 @@ Status = Literal["unknown", "up", "down", "refused", "draining", "tripped"]
 
 _GIVEN_UP_S = 10.0
 """How long the requests of an engine that was given up may take to leave it."""
-_LAYOUT_FIELDS = ("kv_layout_hash", "kv_bytes_per_token", "page_size")
 
 
 @dataclass(slots=True, eq=False)
@@ -189,9 +189,9 @@ class EngineRegistry:
     def admit(self, peer: Peer, info: EngineInfo) -> bool:
         """The engine answered and is ready. False: it was refused, because it does not fit those that are up."""
         peer.misses = 0
-        others = [other for other in self.up if other is not peer]
-        if (conflict := _conflict(info, others)) is not None:
-            self.refuse(peer, conflict)
+        others = {up.label: up.client.info for up in self.up if up is not peer and up.client.info is not None}
+        if (reason := conflict(info, others)) is not None:
+            self.refuse(peer, reason)
             return False
         known = peer.client.info
         if peer.state != "up":
@@ -201,6 +201,8 @@ class EngineRegistry:
             )
         if peer.state != "up" or known is None or known.epoch != info.epoch:
             self._rehabilitate(peer)
+            if far := out_of_reach(info, others.values()):
+                _logger.warning("%s and %s cannot hand KV to each other: %s", peer.label, *far)
         if known is not None and known.epoch != info.epoch:
             self.cluster.index.forget(known.engine_id)
         if not peer.draining:
@@ -309,25 +311,6 @@ def _role(url: str, prefill_peers: Iterable[str], decode_peers: Iterable[str]) -
     if url in prefill_peers and url in decode_peers:
         return "hybrid"
     return "prefill" if url in prefill_peers else "decode"
-
-
-def _conflict(info: EngineInfo, others: Sequence[Peer]) -> str | None:
-    """Why an engine cannot work with the others: both values of what differs. None when it can."""
-    for other in others:
-        known = other.client.info
-        if known is None or not (known.model_hash and info.model_hash):
-            continue  # of the engines that know only the verbs nothing is known
-        if known.engine_id == info.engine_id:
-            return f"its node id {info.engine_id!r} is that of {other.label} too"
-        fields = ("protocol_version", "model_hash", *_LAYOUT_FIELDS)
-        differences = [
-            f"{name} {getattr(info, name)} vs {getattr(known, name)}"
-            for name in fields
-            if getattr(info, name) != getattr(known, name)
-        ]
-        if differences:
-            return f"{info.engine_id} does not fit {known.engine_id}: {', '.join(differences)}"
-    return None
 
 
 def check_startup(peers: Sequence[Peer], waited_s: float) -> None:

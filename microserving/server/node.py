@@ -20,6 +20,7 @@ from microserving.engine.engine import Engine
 from microserving.engine.handoff import EngineIdentity, HandoffReceiver, HandoffSender
 from microserving.engine.runner import ModelRunner
 from microserving.front import ApiKeys, FrontSettings, serve_app
+from microserving.protocol.kv_descriptor import secret_id
 from microserving.protocol.kv_layout import KVLayout
 from microserving.protocol.microserving import PROTOCOL_VERSION, EngineInfo
 from microserving.server.app import create_app
@@ -144,4 +145,5 @@ def _info(config: EngineConfig, parts: EngineParts, identity: EngineIdentity, ma
         max_context=max_context,
         created=int(time.time()),
         transports={parts.transport.name: dict(parts.transport.describe())},
+        cluster_secret_id=secret_id(parts.secret),
     )

@@ -152,7 +152,10 @@ class Transport(ABC):
 
     @abstractmethod
     def describe(self) -> Mapping[str, str | int]:
-        """What `/microserving/info` shows of this transport: public, no path, no secret."""
+        """What `/microserving/info` shows of this transport: public, no path, no secret.
+
+        domain (if there): engines whose domains differ cannot reach each other through this transport.
+        """
 
     @abstractmethod
     def connect(self, engine_id: str, epoch: str, timeout_s: float) -> Connection:

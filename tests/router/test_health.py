@@ -163,6 +163,66 @@ def test_a_pair_that_does_not_fit_is_refused_with_both_values(other: dict[str, A
     run(scenario)
 
 
+@pytest.mark.parametrize(
+    ("ids", "reason"),
+    [
+        (("aa", "bb"), "its cluster secret is another one"),
+        (("aa", ""), "it has no cluster secret, the other has one"),
+        (("", "bb"), "it has a cluster secret, the other has none"),
+        (("aa", "aa"), None),
+        (("", ""), None),
+        (("aa", None), None),  # an engine that does not tell
+        ((None, "bb"), None),
+    ],
+)
+def test_an_engine_with_another_cluster_secret_is_refused(
+    ids: tuple[str | None, str | None], reason: str | None
+) -> None:
+    """It would take requests, and fail each at its first hand-off."""
+
+    async def scenario(stack: AsyncExitStack) -> None:
+        one, two = await engines(stack, PREFILL, {})
+        one.info["cluster_secret_id"], two.info["cluster_secret_id"] = ids
+        watch = watched(stack, [one], [two])
+        for peer in watch.registry.peers:
+            await watch.monitor.probe(peer)
+        refused = watch.registry.peers[1]
+        assert (refused.state, refused.reason) == (
+            ("up", "") if reason is None else ("refused", f"decode-0 does not fit prefill-0: {reason}")
+        )
+
+    run(scenario)
+
+
+@pytest.mark.parametrize(
+    ("transports", "warns"),
+    [
+        ({"shared_memory": {"domain": "d2"}}, True),
+        ({"shared_memory": {"domain": "d1"}}, False),
+        ({"other": {"domain": "d1"}}, True),
+        ({"shared_memory": {"domain": "d2"}, "other": {}}, True),
+        ({}, False),
+    ],
+)
+def test_an_engine_that_no_other_can_hand_kv_to_is_told_of_once(
+    transports: dict[str, dict[str, str]], warns: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def scenario(stack: AsyncExitStack) -> None:
+        one, two = await engines(stack, PREFILL, {})
+        one.info["transports"], two.info["transports"] = {"shared_memory": {"domain": "d1"}}, transports
+        watch = watched(stack, [one], [two])
+        for peer in [*watch.registry.peers, *watch.registry.peers]:
+            await watch.monitor.probe(peer)
+        assert watch.states == ["up", "up"]
+        told = [r.getMessage() for r in caplog.records if "cannot hand KV" in r.message]
+        assert told == warns * [
+            f"decode engine {two.url} and prefill-0 cannot hand KV to each other: "
+            "give all engines of a host the same --runtime-dir"
+        ]
+
+    run(scenario)
+
+
 def test_a_node_id_that_is_taken_is_refused() -> None:
     async def scenario(stack: AsyncExitStack) -> None:
         one, two = await engines(stack, {}, {})

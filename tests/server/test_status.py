@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import hmac
 import logging
 
 import pytest
@@ -13,7 +14,7 @@ from microserving.protocol.microserving import EngineCounters, EngineInfo, Engin
 from microserving.server import create_app
 from microserving.transports.fake import FakeNetwork, FakeTransport
 
-from .engines import MODEL, Running, make_node
+from .engines import MODEL, SECRET, Running, make_node
 
 VERBS = ("prep_recv", "remote_send", "start_generate", "commit", "abort", "renew", "match_prefix")
 
@@ -26,11 +27,18 @@ def test_the_wire_models_have_every_figure_of_the_engine() -> None:
 def test_info_and_load(prefill: Running) -> None:
     info = EngineInfo.model_validate(prefill.http.get("/microserving/info").json())
     assert (info.engine_id, info.model, info.kv_layout_hash) == ("prefill-0", MODEL, TINY_LAYOUT.hash)
+    digest = hmac.new(SECRET, b"microserving cluster secret id", "sha256").hexdigest()
+    assert info.cluster_secret_id == digest[:16]
     assert prefill.post("/v1/completions", {"prompt": [1, 2, 3], "max_tokens": 2}).status_code == 200
     load = prefill.load()
     assert load["total_pages"] == 64
     assert load["counters"]["prompt_tokens_computed"] >= 3
     assert load["counters"]["requests_finished"]["length"] >= 1
+
+
+def test_an_engine_without_a_secret_says_so() -> None:
+    node, _ = make_node("alone", FakeTransport(network=FakeNetwork()), secret=None)
+    assert node.services.info.cluster_secret_id == ""
 
 
 def test_the_document_has_the_verbs(prefill: Running) -> None:

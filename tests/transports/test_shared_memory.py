@@ -14,7 +14,7 @@ import stat
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -580,3 +580,13 @@ def test_a_pool_stays_mapped_while_it_is_referenced(world: World) -> None:
     del pool
     gc.collect()
     assert _pool_maps() == 0
+
+
+def test_a_domain_is_the_directory_by_whatever_path(tmp_path: Path) -> None:
+    (tmp_path / "link").symlink_to(tmp_path)
+    places = [tmp_path / "run", tmp_path / "link" / "run", tmp_path / "other"]
+    domains = []
+    for place in places:
+        with closing(SharedMemoryTransport(runtime_dir=place)) as transport:
+            domains.append(transport.describe()["domain"])
+    assert domains[0] == domains[1] != domains[2]

@@ -23,6 +23,7 @@ from pathlib import Path
 from microserving.errors import StartupError
 
 _SO_PEERPIDFD = 77  # Linux 6.5; not in Python's socket module
+_BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 _PREFIX, _SUFFIX = "kv-", ".sock"
 HANG_UP = (BrokenPipeError, ConnectionResetError)
 """What a socket call raises when the peer has closed. Any other error says nothing about the peer."""
@@ -66,6 +67,13 @@ def private_directory(path: Path) -> Iterator[int]:
         yield fd
     finally:
         os.close(fd)
+
+
+def domain(directory: int) -> str:
+    """16 hex digits that are the same for this very directory on this host only, by whatever path it was found."""
+    status = os.fstat(directory)
+    host = _BOOT_ID.read_bytes() if _BOOT_ID.exists() else socket.gethostname().encode()
+    return hashlib.sha256(b"%b %d %d" % (host, status.st_dev, status.st_ino)).hexdigest()[:16]
 
 
 def listen(directory: int, name: str) -> socket.socket:

@@ -44,8 +44,8 @@ class SharedMemoryTransport(Transport):
     ) -> None:
         """Raises StartupError when the runtime directory is not this user's alone."""
         self._directory = runtime_dir or sockets.default_runtime_dir()
-        with sockets.private_directory(self._directory):
-            pass
+        with sockets.private_directory(self._directory) as directory:
+            self._domain = sockets.domain(directory)
         self._identify = identify
         self._loop = EventLoop("kv-transport")
         self._pool_fd = -1
@@ -94,7 +94,7 @@ class SharedMemoryTransport(Transport):
             self._loop.post(partial(self._receiver.revoke, lease_id))
 
     def describe(self) -> Mapping[str, str | int]:
-        return {"name": self.name, "nbytes": self._nbytes}
+        return {"name": self.name, "nbytes": self._nbytes, "domain": self._domain}
 
     def connect(self, engine_id: str, epoch: str, timeout_s: float) -> Connection:
         with self._lock:
