@@ -465,6 +465,32 @@ def test_another_model_is_adopted_when_no_engine_has_the_old_one() -> None:
     run(scenario)
 
 
+@pytest.mark.case("PX-05")
+@pytest.mark.parametrize("alone", [True, False])
+def test_other_weights_under_the_same_name_have_none_of_the_old_prefixes(alone: bool) -> None:
+    """Beside an engine with the old weights the restarted one is refused; its cache is a new process's."""
+
+    async def scenario(stack: AsyncExitStack) -> None:
+        one, two = await engines(stack, {}, {"engine_id": "decode-1"})
+        watch = watched(stack, [], [one] if alone else [one, two])
+        await watch.monitor.connect(5)
+        index, prompt = watch.registry.cluster.index, range(500)
+        for number, engine in enumerate(watch.ids("decode")):
+            index.routed(index.look_up("", prompt), f"r{number}", engine)
+        assert set(index.look_up("", prompt).remembered) == set(watch.ids("decode"))
+        one.info |= {"epoch": "e2", "model_hash": "m2"}
+        await watch.monitor.probe(watch.registry.peers[0])
+        if alone:
+            assert watch.states == ["up"]
+            assert index.look_up("", prompt).remembered == {}
+            assert len(watch.tokenizers) == 2
+        else:
+            assert watch.states == ["refused", "up"]
+            assert watch.ids("decode") == ["decode-1"]
+
+    run(scenario)
+
+
 def test_an_engine_whose_tokenizer_cannot_be_had_is_not_used() -> None:
     async def scenario(stack: AsyncExitStack) -> None:
         (engine,) = await engines(stack, {})
