@@ -12,9 +12,10 @@ from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
-from typing import Annotated, Any
+from typing import Annotated, Any, get_args
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, create_model
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, Strict, ValidationError, create_model
+from pydantic.fields import FieldInfo
 
 from microserving.cluster.addresses import Address, parse_address
 from microserving.engine.config import EngineConfig, NodeRole
@@ -51,7 +52,6 @@ OWNED_ROUTER_FIELDS: Mapping[str, str] = MappingProxyType(
     }
 )
 """The same for ``RouterConfig`` and `[router]`."""
-_KEY_FILES = ("admin_key_file", "api_key_file", "engine_api_key_file")
 
 
 def _checked_address(text: str) -> str:
@@ -187,16 +187,31 @@ def _with_port(address: str, port: int) -> str:
 
 
 def _part_of(model: type[BaseModel], name: str, without: Collection[str]) -> type[BaseModel]:
-    """A strict model of the fields of ``model`` that are not in ``without``."""
-    fields = {
-        key: (field.annotation, field) for key, field in model.model_fields.items() if key not in without
+    """A strict model of the fields of ``model`` that are not in ``without``. A path is a text, as TOML has no other."""
+    fields: dict[str, Any] = {
+        key: (Annotated[field.annotation, Strict(False)] if _is_path(field) else field.annotation, field)
+        for key, field in model.model_fields.items()
+        if key not in without
     }
-    part: type[BaseModel] = create_model(name, __base__=_Section, **fields)  # type: ignore[call-overload]
+    part: type[BaseModel] = create_model(name, __base__=_Section, **fields)
     return part
+
+
+def _is_path(field: FieldInfo) -> bool:
+    return Path in (field.annotation, *get_args(field.annotation))
 
 
 _EngineSettings = _part_of(EngineConfig, "_EngineSettings", OWNED_ENGINE_FIELDS)
 _RouterSettings = _part_of(RouterConfig, "_RouterSettings", {*OWNED_ROUTER_FIELDS, "program"})
+
+
+_PATHS = frozenset(
+    key
+    for part in (_EngineSettings, _RouterSettings)
+    for key, field in part.model_fields.items()
+    if _is_path(field)
+)
+"""Keys of `[engine]` and `[router]` whose value names a file or a directory."""
 
 
 def load_cluster_config(path: Path) -> ClusterConfig:
@@ -224,12 +239,24 @@ def _located(config: ClusterConfig, directory: Path) -> ClusterConfig:
         model = model.model_copy(update={"name": str(directory / model.name)})
     if router is not None and router.program is not None and router.program.endswith(".py"):
         router = router.model_copy(update={"program": str(directory / router.program)})
-    extra = {} if router is None else router.model_extra or {}
-    files = {name: extra[name] for name in _KEY_FILES if extra.get(name) is not None}
-    if router is not None and files:
-        found = {name: str(directory / Path(file).expanduser()) for name, file in files.items()}
-        router = router.model_copy(update=found)
-    return config.model_copy(update={"cluster": cluster, "model": model, "router": router})
+    if router is not None:
+        router = router.model_copy(update=_placed(router.model_extra or {}, directory))
+    engine = config.engine | _placed(config.engine, directory)
+    nodes = tuple(
+        node.model_copy(update={"engine": node.engine | _placed(node.engine, directory)})
+        for node in config.nodes
+    )
+    sections = {"cluster": cluster, "model": model, "engine": engine, "router": router, "nodes": nodes}
+    return config.model_copy(update=sections)
+
+
+def _placed(settings: Mapping[str, Any], directory: Path) -> dict[str, str]:
+    """The paths in ``settings``, relative to ``directory``."""
+    return {
+        key: str(directory / Path(path).expanduser())
+        for key, path in settings.items()
+        if key in _PATHS and path is not None
+    }
 
 
 def parse_cluster_config(data: Mapping[str, Any], source: str) -> ClusterConfig:

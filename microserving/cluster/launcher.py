@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import json
 import os
-import shlex
 import signal
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -24,6 +23,7 @@ from microserving.cluster.runtime_dir import runtime_dir
 from microserving.cluster.secret import check_secret, create_secret_file
 from microserving.cluster.supervisor import Supervisor
 from microserving.cluster.topology import EngineNode, RouterNode, Topology, describe, plan
+from microserving.cluster.welcome import welcome
 from microserving.errors import StartupError
 from microserving.observability.console import Console
 
@@ -207,44 +207,6 @@ async def _run_until_signal(launcher: Launcher, console: Console) -> int:
     if not task.cancelled():
         task.result()  # raises what ended it
     return 0
-
-
-def welcome(topology: Topology) -> list[str]:
-    """What the user reads when all is ready."""
-    url = topology.public_url
-    model = topology.served_model_name or topology.model
-    if topology.router is not None:
-        runs = f"router program {topology.router.config.program} over {len(topology.engines)} engines"
-    else:
-        runs = f"engine {topology.engines[0].config.node_id} alone, no router"
-    question = [{"role": "user", "content": "What is the capital of France?"}]
-    body = json.dumps({"model": model, "messages": question, "temperature": 0, "max_tokens": 32})
-    return [
-        "",
-        f"Ready: {url}/v1   ({runs})",
-        "",
-        f"  curl {url}/v1/chat/completions -H 'Content-Type: application/json' \\",
-        f"    -d {shlex.quote(body)}",
-        "",
-        "  from openai import OpenAI",
-        f'  client = OpenAI(base_url="{url}/v1", api_key="none")',
-        f'  prompt = {{"model": {json.dumps(model)}, "prompt": "Once upon a time"}}',
-        "  print(client.completions.create(**prompt, temperature=0, max_tokens=32).choices[0].text)",
-        "",
-        *_how_to_change(topology),
-        "Ctrl-C stops everything.",
-    ]
-
-
-def _how_to_change(topology: Topology) -> list[str]:
-    """Only a router can be given another program."""
-    if topology.router is None:
-        return []
-    return [
-        "  microserving program deploy FILE     another router program, while requests run",
-        "  microserving program status          what is in charge; `rollback` puts the one before in charge",
-        "",
-    ]
 
 
 def _ready_state(supervisor: Supervisor, topology: Topology, directory: Path) -> dict[str, object]:

@@ -54,6 +54,12 @@ class Topology:
         return front.address.url
 
     @property
+    def api_key_file(self) -> Path | None:
+        """Where the keys of clients are, if they need one."""
+        front = self.router if self.router is not None else self.engines[0]
+        return front.config.api_key_file
+
+    @property
     def served_model_name(self) -> str | None:
         """The name that the file gives the model, if it gives one."""
         return self.engines[0].config.served_model_name
@@ -127,6 +133,7 @@ def _router_node(
 ) -> RouterNode:
     """common: what all processes share."""
     disaggregated = any(engine.config.node_role == "prefill" for engine in engines)
+    given = section.model_extra or {}
     settings = {
         "program": section.program or ("prefill_decode" if disaggregated else "round_robin"),
         "program_settings": section.settings,
@@ -138,11 +145,24 @@ def _router_node(
         "admin_socket": common["runtime_dir"] / ADMIN_SOCKET,
         "shutdown_timeout_s": FIRST_STOP_S / 2,  # its engines are told soon after it
     }
+    if given.get("engine_api_key_file") is None and (key_file := _engine_key_file(engines)) is not None:
+        settings["engine_api_key_file"] = key_file
     try:
-        return RouterNode(RouterConfig.model_validate(settings | (section.model_extra or {})), address)
+        return RouterNode(RouterConfig.model_validate(settings | given), address)
     except ValidationError as error:  # a rule that spans several keys; each by itself was checked before
         message = error.errors(include_url=False)[0]["msg"].removeprefix("Value error, ")
         raise ConfigError(f"router: {message}") from error
+
+
+def _engine_key_file(engines: Sequence[EngineNode]) -> Path | None:
+    """Whose first key the router shows its engines. Raises ConfigError when the file does not tell which."""
+    files = {engine.config.api_key_file for engine in engines} - {None}
+    if len(files) > 1:
+        named = ", ".join(sorted(map(str, files)))
+        raise ConfigError(
+            f"router.engine_api_key_file must name the key that all engines take: theirs are in {named}"
+        )
+    return next(iter(files), None)
 
 
 def _peers(engines: Sequence[EngineNode], role: str) -> tuple[str, ...]:

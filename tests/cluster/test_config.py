@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from pydantic import BaseModel
 
 from microserving.cli.up import DEFAULT_CLUSTER
 from microserving.cluster.config import (
@@ -195,6 +196,31 @@ def test_file_names_are_relative_to_the_file(tmp_path: Path) -> None:
     assert config.router is not None
     assert config.router.program == str(tmp_path / "../p.py")
     assert config.router.model_extra == {"admin_key_file": str(tmp_path / "k")}
+
+
+def test_every_path_of_a_process_may_stand_in_the_file(tmp_path: Path) -> None:
+    """Each is a text there, relative to the file as the others."""
+    engine = path_fields(EngineConfig) - set(OWNED_ENGINE_FIELDS)
+    router = path_fields(RouterConfig) - set(OWNED_ROUTER_FIELDS)
+    assert "api_key_file" in engine
+    assert "tokenizer_dir" in router
+    tables = [("engine", engine), ("router", router), ("nodes.engine", engine)]
+    text = ['[[nodes]]\nid = "a"']
+    text += [f"[{name}]\n" + "\n".join(f'{key} = "sub/{key}"' for key in keys) for name, keys in tables]
+    (tmp_path / "x.toml").write_text("\n".join(text))
+    config = load_cluster_config(tmp_path / "x.toml")
+    assert config.router is not None
+    for section, keys in (
+        (config.engine, engine),
+        (config.nodes[0].engine, engine),
+        (config.router.model_extra, router),
+    ):
+        assert section == {key: str(tmp_path / "sub" / key) for key in keys}
+    assert "engine.api_key_file" in fault(ONE | {"engine": {"api_key_file": 7}})
+
+
+def path_fields(model: type[BaseModel]) -> set[str]:
+    return {name for name, field in model.model_fields.items() if "Path" in str(field.annotation)}
 
 
 @pytest.mark.parametrize("path", sorted(CONFIGS.glob("*.toml")), ids=lambda path: path.stem)

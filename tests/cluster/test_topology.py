@@ -87,6 +87,23 @@ def test_router_settings_of_the_file_reach_the_router() -> None:
     assert topology.router.config.program_settings == {"f": 0.1}
 
 
+def test_the_router_shows_its_engines_the_key_that_they_want() -> None:
+    def shown(data: dict[str, Any]) -> Path | None:
+        router = planned(data).router
+        assert router is not None
+        return router.config.engine_api_key_file
+
+    two = [{"id": "p", "role": "prefill"}, {"id": "d", "role": "decode"}]
+    differing = [node | {"engine": {"api_key_file": f"/{node['id']}"}} for node in two]
+    named = {"address": "127.0.0.1:0", "engine_api_key_file": "/r"}
+    assert shown(PD) is None
+    assert shown(PD | {"engine": {"api_key_file": "/k"}}) == Path("/k")
+    assert shown(PD | {"nodes": [differing[0], two[1]]}) == Path("/p")
+    assert shown(PD | {"nodes": differing, "router": named}) == Path("/r")
+    with pytest.raises(ConfigError, match=r"^router\.engine_api_key_file must name .*: theirs are in /d, /p"):
+        planned(PD | {"nodes": differing})
+
+
 @pytest.mark.parametrize(
     ("units", "cores", "shares"),
     [
