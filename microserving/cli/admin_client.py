@@ -13,6 +13,8 @@ from microserving.errors import ConfigError, EngineUnavailable, error_from_body
 
 _TIMEOUT_S = 120.0
 """A deployment tries the program first; draining an engine waits for its requests."""
+_NOT_ADMIN = (401, 404)
+"""What the routes for clients answer here, with or without API keys. The admin routes say so when it is they."""
 
 
 def add_admin_flags(parser: argparse.ArgumentParser) -> None:
@@ -82,12 +84,18 @@ def _object(status: int, text: str, address: str) -> dict[str, Any]:
         raise EngineUnavailable(f"{address} is no router's admin address (status {status})")
     if status >= 400:
         error = body.get("error")
-        raise error_from_body(status, error if isinstance(error, dict) else {})
+        error = error if isinstance(error, dict) else {}
+        if status in _NOT_ADMIN and "admin" not in str(error.get("message")):
+            raise ConfigError(
+                f"there are no admin routes at {address}: start the router with --admin-port or --admin-socket, and "
+                "name that with --admin"
+            )
+        raise error_from_body(status, error)
     return body
 
 
 def _only_cluster() -> str:
-    from microserving.cluster.runtime_dir import admin_sockets
+    from microserving.cluster.runtime_dir import admin_sockets, card_of
 
     sockets = admin_sockets()
     if not sockets:
@@ -95,7 +103,8 @@ def _only_cluster() -> str:
             "no cluster runs here (`microserving up` starts one); --admin names a router elsewhere"
         )
     if len(sockets) > 1:
-        raise ConfigError(f"several clusters run here; choose with --admin: {', '.join(map(str, sockets))}")
+        choices = [f"{socket} ({card_of(socket) or 'starting'})" for socket in sockets]
+        raise ConfigError(f"several clusters run here; choose with --admin: {', '.join(choices)}")
     return str(sockets[0])
 
 

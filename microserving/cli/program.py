@@ -14,6 +14,7 @@ from microserving.cli.settings import add_set_flag
 
 Action = Callable[[argparse.Namespace], int]
 
+_GONE: dict[str, Any] = {"attempts": 0, "ok": "-", "failed": "-"}
 _FILE_HELP = "a Python file, or the name of a program that comes with microserving"
 
 
@@ -195,7 +196,7 @@ def run_status(options: argparse.Namespace) -> int:
     rows: list[tuple[str, ...]] = [
         ("VERSION", "PROGRAM", "STATE", "SINCE", "RUNNING", "OK", "FAILED", "SETTINGS")
     ]
-    rows += [_row(version) for version in status["versions"]]
+    rows += [_row(version) for version in _with_rolled_back(status)]
     write_table(rows)
     if (last := status["last_rollback"]) is not None:
         how = "automatically" if last["automatic"] else "by hand"
@@ -204,6 +205,17 @@ def run_status(options: argparse.Namespace) -> int:
             f"{last['reason']}\n"
         )
     return 0
+
+
+def _with_rolled_back(status: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """All versions, the newest first, and the one that was rolled back last, which the router may have forgotten."""
+    versions: dict[int, dict[str, Any]] = {version["version"]: version for version in status["versions"]}
+    if (last := status["last_rollback"]) is not None:
+        forgotten = {"version": last["version"], "name": last["name"], "since": last["at"], "settings": {}}
+        versions[last["version"]] = (
+            _GONE | versions.get(last["version"], forgotten) | {"state": "rolled_back"}
+        )
+    return [versions[number] for number in sorted(versions, reverse=True)]
 
 
 def _tell(status: Mapping[str, Any], options: argparse.Namespace) -> int:

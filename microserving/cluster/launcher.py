@@ -10,6 +10,7 @@ import asyncio
 import json
 import os
 import signal
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -19,7 +20,7 @@ from pathlib import Path
 from microserving.cluster.command_line import to_flags
 from microserving.cluster.config import ClusterConfig
 from microserving.cluster.processes import ProcessSpec
-from microserving.cluster.runtime_dir import runtime_dir
+from microserving.cluster.runtime_dir import runtime_dir, write_card
 from microserving.cluster.secret import check_secret, create_secret_file
 from microserving.cluster.supervisor import Supervisor
 from microserving.cluster.topology import EngineNode, RouterNode, Topology, describe, plan
@@ -94,6 +95,7 @@ class Launcher:
             if self._options.dry_run:
                 self._show(topology)
                 return
+            write_card(directory, topology.name, topology.public_url)
             supervisor = self._new_supervisor(directory)
             async with supervisor:
                 await self._start(supervisor, topology)
@@ -120,8 +122,7 @@ class Launcher:
         )
 
     def _show(self, topology: Topology) -> None:
-        for line in describe(self._config, topology):
-            self._console.line(line)
+        sys.stdout.write("".join(f"{line}\n" for line in describe(self._config, topology)))
 
     def _new_supervisor(self, directory: Path) -> Supervisor:
         log_dir = self._options.log_dir or directory / "logs"

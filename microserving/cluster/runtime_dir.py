@@ -21,6 +21,7 @@ _PREFIX = "microserving-up-"
 _LOCK = "lock"
 ADMIN_SOCKET = "admin.sock"
 """Where the router of the cluster has its admin routes."""
+_CARD = "cluster"
 
 
 @contextmanager
@@ -49,6 +50,19 @@ def admin_sockets(base: Path | None = None) -> list[Path]:
     base = default_base() if base is None else base
     found = [path for path in base.glob(f"{_PREFIX}*/{ADMIN_SOCKET}") if path.is_socket()]
     return sorted(path for path in found if _is_ours(path.parent) and not _is_stale(path.parent))
+
+
+def write_card(directory: Path, name: str, url: str) -> None:
+    """Tell others of this user which cluster ``directory`` belongs to."""
+    (directory / _CARD).write_text(f"{name} at {url}", encoding="utf-8")
+
+
+def card_of(socket: Path) -> str | None:
+    """`NAME at URL` of the cluster with this admin socket; None while it does not tell yet."""
+    try:
+        return (socket.parent / _CARD).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError):
+        return None
 
 
 def default_base() -> Path:

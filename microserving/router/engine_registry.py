@@ -24,7 +24,7 @@ from microserving.router.in_flight import InFlight
 _logger = logging.getLogger(__name__)
 
 State = Literal["unknown", "up", "down", "refused"]
-Status = Literal["unknown", "up", "down", "refused", "draining", "tripped"]
+Status = Literal["unknown", "up", "down", "refused", "draining", "drained", "tripped"]
 
 _GIVEN_UP_S = 10.0
 """How long the requests of an engine that was given up may take to leave it."""
@@ -57,7 +57,7 @@ class Peer:
         if self.state != "up":
             return self.state
         if self.draining:
-            return "draining"
+            return "draining" if self.client.in_flight else "drained"
         return "up" if self.circuit.closed else "tripped"
 
 

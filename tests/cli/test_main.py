@@ -303,16 +303,16 @@ def test_up_takes_settings_of_the_program(run: Any) -> None:
         "up", "--dry-run", "--port=0", "--program=balanced_prefill_decode", "--set=f=0.3", "--set", "w=x y"
     )
     assert ran.status == 0
-    assert "router.program_settings = {'f': 0.3, 'w': 'x y'} (given)" in ran.err
+    assert "router.program_settings = {'f': 0.3, 'w': 'x y'} (given)" in ran.out
 
 
 @pytest.mark.case("CF-03")
 def test_a_dry_run_shows_the_effective_configuration(run: Any) -> None:
     ran = run("up", "--dry-run", "--port", "0", "--model", "m")
     assert ran.status == 0
-    assert "nodes.prefill-0.model = 'm' (given)" in ran.err
-    assert "nodes.decode-0.node_role = 'decode' (given)" in ran.err
-    assert "router.program = 'prefill_decode' (given)" in ran.err
+    assert "nodes.prefill-0.model = 'm' (given)" in ran.out
+    assert "nodes.decode-0.node_role = 'decode' (given)" in ran.out
+    assert "router.program = 'prefill_decode' (given)" in ran.out
 
 
 def test_model_show_tells_of_tokenizer_and_chat_template(run: Any, tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import socket
 import socketserver
@@ -9,11 +10,13 @@ import threading
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
+import httpx
 import pytest
 
-from microserving.cluster.runtime_dir import ADMIN_SOCKET, admin_sockets, runtime_dir
+from microserving.cluster.runtime_dir import ADMIN_SOCKET, admin_sockets, runtime_dir, write_card
+from microserving.front import ApiKeys, FrontSettings, create_front
 
 from .conftest import Ran
 
@@ -211,9 +214,11 @@ def test_status_and_rollback(admin: Any, router: Router) -> None:
     ran = admin("program", "status")
     lines = [" ".join(line.split()) for line in ran.out.splitlines()]
     assert lines[0] == "VERSION PROGRAM STATE SINCE RUNNING OK FAILED SETTINGS"
-    assert lines[1].startswith("2 mine in charge ")
-    assert lines[1].endswith(" 1 20 3 share=0.25, word=x")
-    assert lines[2].endswith(" -")
+    assert lines[1].startswith("3 bad rolled back ")  # the router has forgotten it
+    assert lines[1].endswith(" 0 - - -")
+    assert lines[2].startswith("2 mine in charge ")
+    assert lines[2].endswith(" 1 20 3 share=0.25, word=x")
+    assert lines[3].endswith(" -")
     assert lines[-1].startswith("version 3 (bad) was rolled back automatically at ")
     assert lines[-1].endswith(": 3 of its first 3 attempts failed")
     assert json.loads(admin("program", "status", "--json").out) == STATUS
@@ -225,6 +230,15 @@ def test_status_and_rollback(admin: Any, router: Router) -> None:
         ("POST", "/admin/program/rollback"),
         ("POST", "/admin/program/rollback"),
     ]
+
+
+def test_a_version_that_was_rolled_back_and_still_runs_says_so(admin: Any, router: Router) -> None:
+    bad = VERSION | {"version": 3, "name": "bad", "state": "draining", "attempts": 4}
+    router.answer = (200, STATUS | {"versions": [bad, VERSION]})
+    lines = [" ".join(line.split()) for line in admin("program", "status").out.splitlines()]
+    assert lines[1].startswith("3 bad rolled back ")
+    assert lines[1].endswith(" 4 20 3 share=0.25, word=x")
+    assert lines[2].startswith("2 mine in charge ")
 
 
 def test_engines(admin: Any, router: Router) -> None:
@@ -264,6 +278,27 @@ def test_the_key_is_sent(admin: Any, router: Router, tmp_path: Path) -> None:
     assert ran.err.startswith("microserving: error: cannot read the admin key file /no/key")
 
 
+@pytest.mark.parametrize("keys", [None, ApiKeys([("ann", "0123456789abcdef")])])
+def test_the_routes_for_clients_are_no_admin_routes(admin: Any, router: Router, keys: ApiKeys | None) -> None:
+    async def asked() -> httpx.Response:
+        app = create_front(cast(Any, None), FrontSettings(api_keys=keys), title="t")
+        async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://r") as client:
+            return await client.get("/admin/program")
+
+    answer = asyncio.run(asked())
+    router.answer = (answer.status_code, answer.content)
+    for command in (("program", "status"), ("engines", "list")):
+        ran = admin(*command)
+        assert ran.status == 1
+        assert "start the router with --admin-port or --admin-socket" in ran.err
+
+
+def test_what_the_admin_routes_refuse_is_told_as_it_is(admin: Any, router: Router) -> None:
+    for status, message in ((401, "the admin key is wrong"), (404, "there is no such admin route")):
+        router.answer = (status, {"error": {"message": message, "code": "c", "type": "t"}})
+        assert admin("program", "status").err == f"microserving: error: {message}\n"
+
+
 @pytest.mark.parametrize("answer", [(200, b"hello"), (502, b"<html>"), (200, b"[]")])
 def test_somebody_else_answers(admin: Any, router: Router, answer: tuple[int, bytes]) -> None:
     router.answer = answer
@@ -298,8 +333,11 @@ def test_the_cluster_that_runs_here_is_found(
         with runtime_dir() as two:
             other.bind(str(two / ADMIN_SOCKET))
             assert admin_sockets() == sorted([one / ADMIN_SOCKET, two / ADMIN_SOCKET])
+            write_card(one, "1p1d", "http://127.0.0.1:8000")
+            shown = {one: "1p1d at http://127.0.0.1:8000", two: "starting"}
+            choices = ", ".join(f"{path / ADMIN_SOCKET} ({shown[path]})" for path in sorted(shown))
             ran = run("engines", "list")
-            assert "several clusters run here; choose with --admin: " in ran.err
+            assert f"several clusters run here; choose with --admin: {choices}\n" in ran.err
 
 
 @pytest.mark.parametrize("command", ["program", "engines"])

@@ -19,6 +19,8 @@ from typing import Any
 
 import pytest
 
+from microserving.cluster.runtime_dir import ADMIN_SOCKET, card_of
+
 LAUNCHER = Path(__file__).with_name("fake_launcher.py")
 ENGINES = ("prefill-0", "decode-0")
 CONFIG: dict[str, Any] = {
@@ -171,6 +173,7 @@ def test_starts_tells_and_leaves_nothing(launch: Launch) -> None:
     assert f"curl {state['url']}/v1/chat/completions" in run.text
     assert_snippets(run.lines, state["url"])
     directory = Path(state["runtime_dir"])
+    assert card_of(directory / ADMIN_SOCKET) == f"local at {state['url']}"
     assert directory.stat().st_mode & 0o777 == 0o700
     assert (directory / "cluster-secret").stat().st_mode & 0o777 == 0o600
     assert len((directory / "cluster-secret").read_bytes()) == 64

@@ -176,7 +176,7 @@ def test_engines_come_change_and_go() -> None:
             engines = await admin.ask("PATCH", "/admin/engines/decode-1", json={"role": "hybrid"})
             assert shown(engines)[2] == ("decode-1", "hybrid", "up", 0)
             engines = await admin.ask("POST", "/admin/engines/decode-1/drain")
-            assert shown(engines)[2] == ("decode-1", "hybrid", "draining", 0)
+            assert shown(engines)[2] == ("decode-1", "hybrid", "drained", 0)
             engines = await admin.ask("POST", "/admin/engines/decode-1/undrain")
             assert shown(engines)[2][2] == "up"
             url = third.url.replace(":", "%3A").replace("/", "%2F")
