@@ -34,6 +34,8 @@ HELP_TEXTS = {
     "reserve_wait_s": "seconds that prep_recv waits for free pages before it answers 503",
     "lease_ttl_s": "seconds that a reservation lives without being renewed",
     "transfer_timeout_s": "seconds without an answer from the receiver after which a hand-off has failed",
+    "shutdown_timeout_s": "seconds that running requests may take to finish when the engine is told to stop; behind a "
+    "router they go on elsewhere",
     "cluster_secret_file": "file with the cluster's secret (16 bytes or more) that signs KV descriptors",
     "api_key_file": "file with the API keys that callers need, one a line; a router is given one of them",
     "runtime_dir": "private directory for the sockets between engines of one machine; all must name the same",

@@ -151,10 +151,12 @@ class Launcher:
 
     def _engine_spec(self, node: EngineNode) -> ProcessSpec:
         command = self._commands.engine(node)
-        return ProcessSpec(node.config.node_id, command, ready=node.address, cpus=node.cpus)
+        drain_s = node.config.shutdown_timeout_s
+        return ProcessSpec(node.config.node_id, command, ready=node.address, cpus=node.cpus, drain_s=drain_s)
 
     def _router_spec(self, node: RouterNode) -> ProcessSpec:
-        return ProcessSpec("router", self._commands.router(node), ready=node.address)
+        drain_s = node.config.shutdown_timeout_s
+        return ProcessSpec("router", self._commands.router(node), ready=node.address, drain_s=drain_s)
 
     @contextmanager
     def _announced(self, topology: Topology, state: Callable[[], dict[str, object]]) -> Iterator[None]:
@@ -188,7 +190,7 @@ def run_cluster(
 
 
 async def _run_until_signal(launcher: Launcher, console: Console) -> int:
-    """A first signal ends the cluster in order, a second one at once."""
+    """A first signal ends the cluster in order, when what runs has finished or had its time; a second one at once."""
     task = asyncio.ensure_future(launcher.run())
     stopping = False
 
@@ -198,7 +200,7 @@ async def _run_until_signal(launcher: Launcher, console: Console) -> int:
             launcher.kill()
         else:
             stopping = True
-            console.line("stopping")
+            console.line("stopping: running requests may finish; Ctrl-C again ends at once")
             task.cancel()
 
     loop = asyncio.get_running_loop()

@@ -38,7 +38,7 @@ _SLOWEST_PROBE_S = 0.5
 class ProcessSpec:
     """command: `-m MODULE ARGS` or `FILE ARGS` for Python. ready: answers GET /ready with 200 when it serves.
 
-    family: it starts processes of its own.
+    family: it starts processes of its own. drain_s: how long what it does may go on when it is told to end.
     """
 
     name: str
@@ -46,6 +46,7 @@ class ProcessSpec:
     ready: Address | None = None
     cpus: frozenset[int] = frozenset()
     family: bool = False
+    drain_s: float = 0.0
 
 
 class Child:

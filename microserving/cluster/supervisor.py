@@ -14,7 +14,8 @@ from microserving.observability.console import Console
 
 STOP_GRACE_S = 3.0
 FIRST_STOP_S = 1.0
-"""What was started last uses the others (a router its engines): it gets so long alone to end before they are told."""
+"""What was started last uses the others (a router its engines): it gets ``drain_s`` and so long alone to end before they
+are told."""
 FIRST_RESTART_S = 0.5
 LONGEST_RESTART_S = 30.0
 STABLE_AFTER_S = 60.0
@@ -131,7 +132,8 @@ class Supervisor:
         last = {name: child for name, child in self._children.items() if name in self._last_started}
         ends = _terminate(last.values())
         if ends:
-            await asyncio.wait(ends, timeout=min(FIRST_STOP_S, STOP_GRACE_S))
+            drain_s = max(child.spec.drain_s for child in last.values())
+            await asyncio.wait(ends, timeout=drain_s + min(FIRST_STOP_S, STOP_GRACE_S))
         ends |= _terminate(child for name, child in self._children.items() if name not in last)
         if not ends:
             return

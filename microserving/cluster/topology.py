@@ -15,10 +15,12 @@ from pydantic import BaseModel, ValidationError
 from microserving.cluster.addresses import Address, claim_ports, parse_address
 from microserving.cluster.config import ClusterConfig, RouterSection
 from microserving.cluster.runtime_dir import ADMIN_SOCKET
-from microserving.cluster.supervisor import FIRST_STOP_S
 from microserving.engine.config import EngineConfig
 from microserving.errors import ConfigError
 from microserving.router.config import RouterConfig
+
+DRAIN_S = 10.0
+"""How long the requests that run may take to finish when the cluster is told to stop, unless the file says."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,10 +83,12 @@ def plan(
     addresses = claim_ports(wanted)
     shares = share_cpus([node.resources.compute_units for node in config.nodes], cpus)
     common = {"cluster_secret_file": secret_file, "runtime_dir": runtime_dir}
+    # Behind a router nothing runs on an engine that the cluster tells to stop.
+    alone: dict[str, Any] = {} if router is not None else {"shutdown_timeout_s": DRAIN_S}
     if cache_dir is not None:
         common["cache_dir"] = cache_dir
     engines = tuple(
-        _engine_node(config.engine_settings(node) | common, addresses[f"node {node.id}"], share)
+        _engine_node(alone | config.engine_settings(node) | common, addresses[f"node {node.id}"], share)
         for node, share in zip(config.nodes, shares, strict=True)
     )
     return Topology(
@@ -143,7 +147,7 @@ def _router_node(
         "port": address.port,
         "cluster_secret_file": common["cluster_secret_file"],
         "admin_socket": common["runtime_dir"] / ADMIN_SOCKET,
-        "shutdown_timeout_s": FIRST_STOP_S / 2,  # its engines are told soon after it
+        "shutdown_timeout_s": DRAIN_S,
     }
     if given.get("engine_api_key_file") is None and (key_file := _engine_key_file(engines)) is not None:
         settings["engine_api_key_file"] = key_file

@@ -24,7 +24,8 @@ class EngineConfig(BaseModel):
 
     max_itl_ratio: how much longer than its decodes alone a step with prompt tokens may take. memory_threshold: the share
     of the KV pool that may be in use when another request starts beside others. max_sequences counts active and waiting
-    requests, ingestion_queue_size those that wait.
+    requests, ingestion_queue_size those that wait. shutdown_timeout_s: how long running requests may take to finish when
+    the engine is told to stop.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
@@ -54,6 +55,7 @@ class EngineConfig(BaseModel):
     reserve_wait_s: float = Field(5.0, ge=0, le=3600)
     lease_ttl_s: float = Field(30.0, gt=0, le=3600)
     transfer_timeout_s: float = Field(30.0, gt=0, le=3600)
+    shutdown_timeout_s: float = Field(0.0, ge=0)
     cluster_secret_file: Path | None = None
     api_key_file: Path | None = None
     runtime_dir: Path | None = None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import hmac
+import logging
 from collections import Counter
 from collections.abc import AsyncIterator
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
@@ -34,6 +35,8 @@ from microserving.router.program_host import HostSettings, ProgramHost
 from microserving.router.program_loader import load_program
 from microserving.router.retries import RetrySettings
 from microserving.router.stats import RouterFigures, RouterStats
+
+_logger = logging.getLogger(__name__)
 
 
 class Router:
@@ -112,6 +115,12 @@ class Router:
     async def wind_down(self) -> None:
         """Take no more requests; let those that run finish, and end with an error what takes too long for that."""
         self._admission.close()
+        if (running := self._admission.admitted) and self._config.shutdown_timeout_s:
+            _logger.warning(
+                "waiting at most %g s for running requests to finish: %d",
+                self._config.shutdown_timeout_s,
+                running,
+            )
         await self._admission.until_idle(self._config.shutdown_timeout_s)
         await self.end_requests()
 

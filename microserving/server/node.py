@@ -6,6 +6,8 @@ Does not know where the runner, the tokenizer and the transport come from (``run
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import logging
 import socket
 import time
 import uuid
@@ -28,6 +30,8 @@ from microserving.server.services import EngineServices
 from microserving.tokenizer import Tokenizer
 from microserving.transports import Transport
 
+_logger = logging.getLogger(__name__)
+_IDLE_POLL_S = 0.05
 STOP_S = 2.0
 """How long ending the running requests may take when the process stops."""
 
@@ -61,6 +65,7 @@ class EngineNode:
         )
         self._transport = parts.transport
         self._total_pages = parts.runner.total_pages
+        self._shutdown_timeout_s = config.shutdown_timeout_s
         keys = None if config.api_key_file is None else ApiKeys.read(config.api_key_file)
         self._settings = FrontSettings(strict_fields=config.strict_fields, api_keys=keys)
         self.services = EngineServices(
@@ -89,6 +94,22 @@ class EngineNode:
         self._transport.serve(
             services.info.engine_id, services.info.epoch, self._total_pages, services.engine.engine
         )
+
+    async def wind_down(self) -> None:
+        """Let the requests that run finish, and end with an error what takes too long for that."""
+        if (running := self._running()) and self._shutdown_timeout_s:
+            _logger.warning(
+                "waiting at most %g s for running requests to finish: %d", self._shutdown_timeout_s, running
+            )
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(self._shutdown_timeout_s):
+                while self._running():  # noqa: ASYNC110 - the engine's thread has no event for it
+                    await asyncio.sleep(_IDLE_POLL_S)
+        await self.end_requests()
+
+    def _running(self) -> int:
+        load = self.services.engine.load()
+        return load.running + load.waiting
 
     async def end_requests(self) -> None:
         """Every request ends with an error, receivers of running sends are told; no new ones are taken.
@@ -122,7 +143,8 @@ class EngineNode:
             await serve_app(
                 self.create_app(),
                 listener,
-                stopping=self.end_requests,
+                stopping=self.wind_down,
+                drain_s=self._shutdown_timeout_s,
                 on_started=None if on_ready is None else lambda: on_ready(port),
             )
         finally:

@@ -37,6 +37,7 @@ class FakeCommands(Commands):
 def main() -> int:
     task = json.loads(sys.argv[1])
     supervisor.FIRST_RESTART_S = task.get("first_restart_s", 0.05)
+    supervisor.FIRST_STOP_S = task.get("first_stop_s", 1.0)
     supervisor.STOP_GRACE_S = task.get("stop_grace_s", 3.0)
     options = LaunchOptions(
         runtime_base=Path(task["base"]),

@@ -160,6 +160,26 @@ def test_what_was_started_last_ends_first(launch: Launch) -> None:
     run.assert_nothing_left()
 
 
+def test_engines_outlive_the_drain_of_their_router(launch: Launch) -> None:
+    config = CONFIG | {"router": CONFIG["router"] | {"shutdown_timeout_s": 60.0}}
+    run = launch({"router": "slow-term", "prefill-0": "slow-term"}, config=config, first_stop_s=0.0)
+    run.wait_for("Ctrl-C")
+    assert run.stop(signal.SIGINT) == 0
+    ends = [line for line in run.lines if ": ends" in line]
+    assert [line.partition(":")[0] for line in ends] == ["router", "prefill-0"]
+    run.assert_nothing_left()
+
+
+def test_a_second_ctrl_c_does_not_wait_for_the_router(launch: Launch) -> None:
+    config = CONFIG | {"router": CONFIG["router"] | {"shutdown_timeout_s": 3600.0}}
+    run = launch({"router": "stubborn"}, config=config)
+    run.wait_for("Ctrl-C")
+    run.process.send_signal(signal.SIGINT)
+    run.wait_for("Ctrl-C again ends at once")
+    assert run.stop(signal.SIGINT) == 0
+    run.assert_nothing_left()
+
+
 def test_starts_tells_and_leaves_nothing(launch: Launch) -> None:
     run = launch()
     ready = run.wait_for("Ready: http://127.0.0.1:")

@@ -87,6 +87,18 @@ def test_router_settings_of_the_file_reach_the_router() -> None:
     assert topology.router.config.program_settings == {"f": 0.1}
 
 
+def test_running_requests_have_time_to_finish_where_clients_ask() -> None:
+    def times(data: dict[str, Any]) -> list[float]:
+        topology = planned(data)
+        nodes = [*topology.engines, *([] if topology.router is None else [topology.router])]
+        return [node.config.shutdown_timeout_s for node in nodes]
+
+    assert times(PD) == [0.0, 0.0, 0.0, 10.0]
+    assert times(PD | {"router": {"address": "127.0.0.1:0", "shutdown_timeout_s": 3}})[-1] == 3.0
+    assert times({"nodes": [{"id": "a"}]}) == [10.0]
+    assert times({"nodes": [{"id": "a"}], "engine": {"shutdown_timeout_s": 2.5}}) == [2.5]
+
+
 def test_the_router_shows_its_engines_the_key_that_they_want() -> None:
     def shown(data: dict[str, Any]) -> Path | None:
         router = planned(data).router

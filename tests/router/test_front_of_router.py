@@ -100,7 +100,7 @@ def test_metrics_count_and_hold_nothing_that_a_client_sent() -> None:
     with_router(scenario)
 
 
-def test_a_stopping_router_lets_streams_finish_and_takes_no_more() -> None:
+def test_a_stopping_router_lets_streams_finish_and_takes_no_more(caplog: pytest.LogCaptureFixture) -> None:
     async def scenario(setup: Setup) -> None:
         go_on = asyncio.Event()
         setup.decode.stream = [STREAM[0], go_on, choice("lo", [2], "stop"), USAGE, DONE]
@@ -117,6 +117,7 @@ def test_a_stopping_router_lets_streams_finish_and_takes_no_more() -> None:
         go_on.set()
         assert (await running).text.endswith("data: [DONE]\n\n")
         await stopping
+        assert "waiting at most 30 s for running requests to finish: 1" in caplog.text
 
     with_router(scenario)
 

@@ -24,8 +24,8 @@ SCRIPT = Path(__file__).with_name("engine_process.py")
 
 
 @contextlib.contextmanager
-def process() -> Iterator[tuple[subprocess.Popen[str], httpx.Client]]:
-    with subprocess.Popen([sys.executable, str(SCRIPT)], stdout=subprocess.PIPE, text=True) as child:
+def process(*config: str) -> Iterator[tuple[subprocess.Popen[str], httpx.Client]]:
+    with subprocess.Popen([sys.executable, str(SCRIPT), *config], stdout=subprocess.PIPE, text=True) as child:
         try:
             assert child.stdout is not None
             port = int(child.stdout.readline())
@@ -53,6 +53,31 @@ def test_a_signal_ends_streams_with_an_error_event_and_the_process_with_0(number
         assert child.stdout.read() == "ended ['MainThread']\n"
         with pytest.raises(httpx.ConnectError):
             httpx.get(client.base_url)
+
+
+def test_with_time_for_it_a_stream_finishes_after_the_signal() -> None:
+    with process("shutdown_timeout_s=20") as (child, client):
+        body = {"prompt": "a", "max_tokens": 60, "stream": True, "ignore_eos": True}
+        with client.stream("POST", "/v1/completions", json=body) as response:
+            pieces = response.iter_raw()
+            next(pieces)
+            child.terminate()
+            text = b"".join(pieces)
+        assert text.count(b"[DONE]") == 1
+        assert b'"error"' not in text
+        assert child.wait(timeout=10) == 0  # at once, not after 20 s
+
+
+def test_what_takes_longer_than_that_ends_with_an_error_event() -> None:
+    with process("shutdown_timeout_s=0.2") as (child, client):
+        body = {"prompt": "a", "max_tokens": 700, "stream": True, "ignore_eos": True}
+        with client.stream("POST", "/v1/completions", json=body) as response:
+            pieces = response.iter_raw()
+            next(pieces)
+            child.terminate()
+            text = b"".join(pieces)
+        assert text.count(b'"error"') == 1
+        assert child.wait(timeout=10) == 0
 
 
 def test_an_idle_process_stops_while_a_client_keeps_its_connection() -> None:
