@@ -83,8 +83,9 @@ class ApiKeys:
 def read_bearer(path: Path) -> bytes:
     """The value of the authorization header for the first key in a file. Raises ConfigError."""
     ApiKeys.read(path)
-    words = next(line.split() for line in path.read_text().splitlines() if line.strip() and line[0] != "#")
-    return b"Bearer " + words[-1].encode("ascii")
+    lines = map(str.split, path.read_text(encoding="ascii").splitlines())
+    key = next(words[-1] for words in lines if words and not words[0].startswith("#"))
+    return b"Bearer " + key.encode("ascii")
 
 
 @dataclass(frozen=True, slots=True)

@@ -25,7 +25,7 @@ def bearer(key: str) -> list[tuple[bytes, bytes]]:
 
 def test_a_key_file_has_names_comments_and_bare_keys(tmp_path: Path) -> None:
     path = tmp_path / "keys"
-    path.write_text(f"# clients\n\nalice {KEY}\n  {OTHER}  \n")
+    path.write_text(f"# clients\n  # old\nalice {KEY}\n  {OTHER}  \n")
     keys = ApiKeys.read(path)
     assert keys.identify(bearer(KEY)) == "alice"
     assert keys.identify(bearer(OTHER)) == "key-4"
