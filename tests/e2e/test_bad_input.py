@@ -164,8 +164,8 @@ def test_bad_ranges_of_remote_send(http: httpx.Client, cluster: Cluster) -> None
 
 @pytest.mark.case("PD-11")
 def test_start_generate_before_the_kv_arrived(http: httpx.Client, cluster: Cluster) -> None:
-    assert prep_recv(http, cluster, "early").status_code == 200
-    body = {**BASE, "request_id": "early", "begin": LENGTH - 1}
+    assert prep_recv(http, cluster, "early", cache_salt="early").status_code == 200
+    body = {**BASE, "request_id": "early", "begin": LENGTH - 1, "cache_salt": "early"}
     refused(http.post(f"{cluster.decode}/microserving/start_generate", json=body), 409)
     abort(http, cluster, "early")
     refused(http.post(f"{cluster.decode}/microserving/start_generate", json=body), 409)
@@ -183,8 +183,8 @@ def test_start_generate_of_an_unknown_id(http: httpx.Client, cluster: Cluster) -
     assert response.status_code == 200
     direct = completion(cluster.router, **{k: v for k, v in BASE.items() if k != "model"})
     assert response.json()["choices"][0]["text"] == direct["choices"][0]["text"]
-    lost = http.post(f"{cluster.decode}/microserving/start_generate", json={**body, "begin": LENGTH - 1})
-    refused(lost, 400, "begin")
+    other = {**body, "begin": LENGTH - 1, "cache_salt": "nothing is cached under this"}
+    refused(http.post(f"{cluster.decode}/microserving/start_generate", json=other), 400, "begin")
 
 
 @pytest.mark.case("API-21")

@@ -53,7 +53,12 @@ def test_the_router_serves_the_same_bytes_as_an_engine(cluster: Cluster, hybrid:
     for url in (hybrid, cluster.router):
         with OpenAI(base_url=f"{url}/v1", api_key="none", timeout=60, max_retries=0) as client:
             reply = client.chat.completions.create(
-                model=MODEL, messages=QUESTION, temperature=0.7, seed=5, max_tokens=20
+                model=MODEL,
+                messages=QUESTION,
+                temperature=0.7,
+                seed=5,
+                max_tokens=20,
+                extra_body={"cache_salt": "the same bytes"},
             )
             answers.append(reply.model_dump(exclude={"id", "created"}))
     assert answers[0] == answers[1]
