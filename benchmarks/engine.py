@@ -127,7 +127,9 @@ def add_model_options(parser: argparse.ArgumentParser) -> None:
         "--model", default=DEFAULT_MODEL, help="catalog name, GGUF file or Hugging Face directory"
     )
     parser.add_argument("--threads", type=int, default=available_cpus())
-    parser.add_argument("--activations", choices=ACTIVATIONS, help="default: the engine's default")
+    parser.add_argument(
+        "--activations", choices=ACTIVATIONS, help="default: the engine's, float32; int8 beside llama.cpp"
+    )
     parser.add_argument("--kv-dtype", choices=["float16", "float32"], default="float16")
 
 

@@ -5,7 +5,8 @@
 Each round measures every column with our runner (in this process, pinned to as many cores as threads), with llama.cpp on the
 file as it is, and with llama.cpp on the same weights as float32; the medians of the rounds count. The ratio is ours over the
 better of the two. ``llama-bench`` and ``llama-batched-bench`` measure llama.cpp, with their defaults (chunks of 512, float16
-K/V); our prefill goes in the engine's chunks of 256. Decode columns: 64 steps from that context on.
+K/V); our prefill goes in the engine's chunks of 256. Decode columns: 64 steps from that context on. Ours has int8 activations
+unless ``--activations`` says otherwise, as llama.cpp has with quantised weights.
 """
 
 from __future__ import annotations
@@ -160,6 +161,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n", 1)[0])
     add_model_options(parser)
     add_option(parser)
+    parser.set_defaults(activations="int8")
     parser.add_argument("--rounds", type=int, help=f"default {ROUNDS}, with --quick 1")
     parser.add_argument("--quick", action="store_true", help="one short round, under a minute")
     parser.add_argument("--json", type=Path, metavar="FILE", help="also write the figures there")
