@@ -32,7 +32,6 @@ PREFIX: Final = "microserving_"
 CONTENT_TYPE: Final = "text/plain; version=0.0.4; charset=utf-8"
 
 Kind = Literal["gauge", "counter", "histogram", "info"]
-LabelValues = tuple[str, ...]
 
 
 @dataclass(frozen=True, slots=True)

@@ -91,11 +91,7 @@ class Connection(asyncio.Protocol):
         while not self._has_head:
             if self._error is not None:
                 raise self._error
-            self._waiter = self._loop.create_future()
-            try:
-                await self._waiter
-            finally:
-                self._waiter = None
+            await self._news()
 
     async def take(self) -> bytes:
         while not self._pieces:
@@ -103,11 +99,7 @@ class Connection(asyncio.Protocol):
                 raise self._error
             if self._is_whole:
                 return b""
-            self._waiter = self._loop.create_future()
-            try:
-                await self._waiter
-            finally:
-                self._waiter = None
+            await self._news()
         pieces, self._pieces = self._pieces, []
         self._held = 0
         if not self._reading:
@@ -121,11 +113,7 @@ class Connection(asyncio.Protocol):
         while not self._is_whole:
             if self._error is not None:
                 raise self._error
-            self._waiter = self._loop.create_future()
-            try:
-                await self._waiter
-            finally:
-                self._waiter = None
+            await self._news()
             if not self._reading:
                 self._until_end = False
                 return await self.take_all()
@@ -155,6 +143,11 @@ class Connection(asyncio.Protocol):
         self._stop_timer()
         self._closed = True
         self._transport.abort()
+
+    def _news(self) -> asyncio.Future[None]:
+        """Done at the next ``_wake``. One waits at a time; a wait that was cancelled is no longer told."""
+        self._waiter = self._loop.create_future()
+        return self._waiter
 
     def _wake(self) -> None:
         if self._waiter is not None and not self._waiter.done():

@@ -42,11 +42,6 @@ class AttemptRecord:
     error: str | None = None
 
     @property
-    def hidden_ms(self) -> float:
-        """Of the transfer, what went on while the prompt was computed."""
-        return max(0.0, self.transfer_ms - self.exposed_ms)
-
-    @property
     def why(self) -> str:
         """In words, why this attempt was, or was not, disaggregated."""
         if self.prefill is not None:

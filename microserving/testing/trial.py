@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import random
 import sys
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, cast
 
@@ -209,8 +209,3 @@ class Trial:
             await asyncio.sleep(_GLANCE_S)
             waiting = {name: line for name in self._routes if (line := self._waits_at(name)) is not None}
             out.waited_at.update(waiting)
-
-
-def load_again(program: LoadedProgram, settings: dict[str, object]) -> LoadedProgram:
-    """The same program with a state of its own."""
-    return replace(program, instance=type(program.instance)(**settings))

@@ -55,14 +55,19 @@ def test_a_signal_ends_streams_with_an_error_event_and_the_process_with_0(number
             httpx.get(client.base_url)
 
 
+def streamed_over_the_signal(child: subprocess.Popen[str], client: httpx.Client, *, max_tokens: int) -> bytes:
+    """What a client still reads when SIGTERM comes after the first piece."""
+    body = {"prompt": "a", "max_tokens": max_tokens, "stream": True, "ignore_eos": True}
+    with client.stream("POST", "/v1/completions", json=body) as response:
+        pieces = response.iter_raw()
+        next(pieces)
+        child.terminate()
+        return b"".join(pieces)
+
+
 def test_with_time_for_it_a_stream_finishes_after_the_signal() -> None:
     with process("shutdown_timeout_s=20") as (child, client):
-        body = {"prompt": "a", "max_tokens": 60, "stream": True, "ignore_eos": True}
-        with client.stream("POST", "/v1/completions", json=body) as response:
-            pieces = response.iter_raw()
-            next(pieces)
-            child.terminate()
-            text = b"".join(pieces)
+        text = streamed_over_the_signal(child, client, max_tokens=60)
         assert text.count(b"[DONE]") == 1
         assert b'"error"' not in text
         assert child.wait(timeout=10) == 0  # at once, not after 20 s
@@ -70,12 +75,7 @@ def test_with_time_for_it_a_stream_finishes_after_the_signal() -> None:
 
 def test_what_takes_longer_than_that_ends_with_an_error_event() -> None:
     with process("shutdown_timeout_s=0.2") as (child, client):
-        body = {"prompt": "a", "max_tokens": 700, "stream": True, "ignore_eos": True}
-        with client.stream("POST", "/v1/completions", json=body) as response:
-            pieces = response.iter_raw()
-            next(pieces)
-            child.terminate()
-            text = b"".join(pieces)
+        text = streamed_over_the_signal(child, client, max_tokens=700)
         assert text.count(b'"error"') == 1
         assert child.wait(timeout=10) == 0
 
