@@ -50,6 +50,7 @@ class Engine:
         config: EngineConfig,
         *,
         clock: Callable[[], float] = time.monotonic,
+        step_clock_ns: Callable[[], int] = time.monotonic_ns,
     ) -> None:
         self._runner = runner
         self._tokenizer = tokenizer
@@ -58,7 +59,7 @@ class Engine:
         self._lease_ttl_s = config.lease_ttl_s
         pool_tokens = runner.total_pages * runner.page_size
         self._max_context = min(config.max_context or runner.max_context, runner.max_context, pool_tokens)
-        self._executor = Executor(runner, self._vocab_size)
+        self._executor = Executor(runner, self._vocab_size, step_clock_ns)
         self._scheduler = Scheduler(config.scheduler_config(runner.total_pages, runner.page_size))
         self._books = Books(self._scheduler, Pacer(config.max_itl_ratio), runner.kv_bytes_per_token, clock)
         self._lock = threading.Lock()

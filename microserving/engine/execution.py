@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -43,11 +43,12 @@ class StepResult:
 
 
 class Executor:
-    """vocab_size: ids from there on are never sampled."""
+    """vocab_size: ids from there on are never sampled. now_ns: CLOCK_MONOTONIC, as the runner's layer times are."""
 
-    def __init__(self, runner: ModelRunner, vocab_size: int) -> None:
+    def __init__(self, runner: ModelRunner, vocab_size: int, now_ns: Callable[[], int] = time.monotonic_ns) -> None:
         self._runner = runner
         self._vocab_size = vocab_size
+        self._now_ns = now_ns
 
     def copy(self, copies: Iterable[PageCopy]) -> None:
         """Make page copies within the pool."""
@@ -63,19 +64,19 @@ class Executor:
 
     def execute(self, batch: Sequence[Work], copies: Iterable[PageCopy]) -> StepResult:
         """The wall: what goes wrong in here ends this step's requests and nothing else."""
-        begin_ns = time.monotonic_ns()
+        begin_ns = self._now_ns()
         try:
             self.copy(copies)
             puts = [self._put_cached(work) for work in batch]
-            begin_ns = time.monotonic_ns()
+            begin_ns = self._now_ns()
             chunks = [work.task.runner_chunk(work.chunk) for work in batch if work.chunk.length > 0]
             output = self._runner.run(chunks) if chunks else None
-            end_ns = time.monotonic_ns()
+            end_ns = self._now_ns()
             sampled = self._sample([work.task for work in batch if work.samples], output)
         except Exception:
             ids = [work.task.sequence.request_id for work in batch]
             logger.exception("a step failed; its requests end with an error: %s", ids)
-            return StepResult(StepTimes(begin_ns, time.monotonic_ns(), None), failed=True)
+            return StepResult(StepTimes(begin_ns, self._now_ns(), None), failed=True)
         layers = None if output is None else output.layer_times
         return StepResult(StepTimes(begin_ns, end_ns, layers), sampled, puts)
 
@@ -85,9 +86,9 @@ class Executor:
         put = work.task.cached_put(work.chunk, self._runner.page_size)
         if put is None:
             return None
-        begin_ns = time.monotonic_ns()
+        begin_ns = self._now_ns()
         layers = self._runner.copy_slots(put.source, put.target, put.remote)
-        return StepTimes(begin_ns, time.monotonic_ns(), layers)
+        return StepTimes(begin_ns, self._now_ns(), layers)
 
     def _sample(self, tasks: Sequence[Task], output: StepOutput | None) -> list[SampledToken | InternalError]:
         generations = [task for task in tasks if isinstance(task, Generation)]

@@ -52,6 +52,7 @@ class FakeRunner:
         self._pool = _Pool(layout, self.memory, total_pages)
         self.before_run = before_run
         self.before_put = before_put
+        self.now_ns: Callable[[], int] = time.monotonic_ns
         self.remote_pool = RemotePool(self.memory, total_pages, np.zeros(LEASE_WORDS, np.int64))
         """This pool as a sender in the same process sees it. Who grants a lease sets its word."""
 
@@ -83,12 +84,12 @@ class FakeRunner:
         hidden = [_mix(np.asarray(chunk.token_ids, np.uint64) + _word(1)) for chunk in chunks]
         for layer in range(self.layout.layers):
             self._append(layer, chunks, hidden, self._pool)
-            times[0, layer] = time.monotonic_ns()
+            times[0, layer] = self.now_ns()
             if remote is not None:
                 self._put(layer, chunks, hidden, remote)
-            times[1, layer] = time.monotonic_ns()
+            times[1, layer] = self.now_ns()
             hidden = [self._attend(layer, chunk, h) for chunk, h in zip(chunks, hidden, strict=True)]
-            times[2, layer] = time.monotonic_ns()
+            times[2, layer] = self.now_ns()
         wanted = [h[-1] for chunk, h in zip(chunks, hidden, strict=True) if chunk.needs_logits]
         return StepOutput(self._logits(wanted), None if remote is None else LayerTimes(*times))
 
@@ -107,12 +108,12 @@ class FakeRunner:
             raise InternalError("a slot is both source and target of a copy")
         times = np.zeros((3, self.layout.layers), np.int64)
         for layer in range(self.layout.layers):
-            times[0, layer] = time.monotonic_ns()
+            times[0, layer] = self.now_ns()
             if remote is not None:
                 self._about_to_put(layer)
             if remote is None or _holds(remote.pool, remote.guard):
                 pool.write(layer, target.astype(np.int64), *self._pool.read(layer, source.astype(np.int64)))
-            times[1:, layer] = time.monotonic_ns()
+            times[1:, layer] = self.now_ns()
         return None if remote is None else LayerTimes(*times)
 
     def _check_slots(self, slots: npt.NDArray[np.int32], pages: int) -> None:
