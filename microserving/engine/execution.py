@@ -45,7 +45,9 @@ class StepResult:
 class Executor:
     """vocab_size: ids from there on are never sampled. now_ns: CLOCK_MONOTONIC, as the runner's layer times are."""
 
-    def __init__(self, runner: ModelRunner, vocab_size: int, now_ns: Callable[[], int] = time.monotonic_ns) -> None:
+    def __init__(
+        self, runner: ModelRunner, vocab_size: int, now_ns: Callable[[], int] = time.monotonic_ns
+    ) -> None:
         self._runner = runner
         self._vocab_size = vocab_size
         self._now_ns = now_ns
