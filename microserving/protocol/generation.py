@@ -35,12 +35,33 @@ class SamplingParams:
 
 @dataclass(frozen=True, slots=True)
 class StopParams:
-    """When a generation ends. max_tokens None = up to the context limit. stop_token_ids add to the model's EOS set."""
+    """When a generation ends. max_tokens None = up to the context limit, 0 = with the prompt. stop_token_ids add to the
+    model's EOS set. min_tokens: before so many output tokens none of these ids is chosen and no stop string ends it."""
 
     max_tokens: int | None = None
     stop: tuple[str, ...] = ()
     stop_token_ids: tuple[int, ...] = ()
     ignore_eos: bool = False
+    min_tokens: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Grammar:
+    """What the whole output must match. kind: how ``text`` is written. ``json_schema``: a JSON Schema; ``json_object``:
+    any JSON object (text is ""); ``regex``; ``lark``: a context-free grammar in llguidance's Lark."""
+
+    kind: Literal["json_schema", "json_object", "regex", "lark"]
+    text: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class TokenLogprob:
+    """A token that came, its natural log-probability under the model (softmax of the raw logits: before penalties, bias,
+    temperature and cut-offs), and the likeliest tokens of its position with theirs, likeliest first."""
+
+    token_id: int
+    logprob: float
+    top: tuple[tuple[int, float], ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,7 +71,8 @@ class GenerationChunk:
     text: what may be shown now (may be empty when only token_ids or finish_reason matter; never holds half a code
     point or half a stop string). token_ids: the tokens produced since the last chunk. finish_reason: set on the
     last chunk only. prompt_tokens, completion_tokens: running totals, exact on the last chunk. cached_tokens: how many of
-    the prompt's tokens came out of a prefix cache (0 while unknown).
+    the prompt's tokens came out of a prefix cache (0 while unknown). logprobs: one for each of ``token_ids`` when they
+    were asked for. prompt_logprobs: one for each prompt token, None for the first, on the first chunk when asked for.
     """
 
     text: str
@@ -59,6 +81,8 @@ class GenerationChunk:
     prompt_tokens: int = 0
     completion_tokens: int = 0
     cached_tokens: int = 0
+    logprobs: tuple[TokenLogprob, ...] = ()
+    prompt_logprobs: tuple[TokenLogprob | None, ...] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,6 +95,9 @@ class GenerationRequest:
     engine goes on behind them (they count as output: for usage, penalties, stops, the random numbers and max_tokens)
     and does not give them out again. preemption: what becomes of the request when its pages are needed for others: the
     engine computes its tokens again later, or ends it with the finish reason ``preempt`` (never a client's).
+
+    logprobs, prompt_logprobs: how many of the likeliest tokens each output or prompt token comes with; 0 = only its own
+    log-probability, None = no log-probabilities. grammar: see there; a resumed request has the whole output's.
 
     metadata (the client's, OpenAI's field) and headers (the few that ``front`` lets pass, lower-case names): for router
     programs only; no engine gets them. whole: nobody looks at the output before its end, so that it may come as one
@@ -88,6 +115,9 @@ class GenerationRequest:
     metadata: Mapping[str, str] = field(default_factory=dict)
     headers: Mapping[str, str] = field(default_factory=dict)
     whole: bool = False
+    logprobs: int | None = None
+    prompt_logprobs: int | None = None
+    grammar: Grammar | None = None
 
 
 @dataclass(frozen=True, slots=True)
