@@ -18,12 +18,13 @@ LEVELS: tuple[frozenset[str], ...] = (
     frozenset({"protocol", "scheduler"}),
     frozenset({"model_files"}),
     frozenset({"tokenizer"}),
-    frozenset({"transports"}),
+    frozenset({"transports", "grammar"}),
     frozenset({"front", "policies"}),
     frozenset({"program"}),
     frozenset({"engine"}),
     frozenset({"server", "router"}),
     frozenset({"cluster", "testing"}),
+    frozenset({"bench"}),
     frozenset({"cli"}),
 )
 """Lower may not import higher; those on one level may not import each other."""
