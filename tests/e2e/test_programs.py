@@ -101,38 +101,6 @@ def test_a_context_that_was_moved_is_a_hit_there(cluster: Cluster, hybrid: str, 
     wait_idle(cluster.engines)
 
 
-def streamed(url: str, prompt: list[int]) -> str:
-    body = {"prompt": prompt, "max_tokens": 12, "stream": True, **GREEDY}
-    answer = httpx.post(f"{url}/v1/completions", json=body, timeout=100)
-    assert answer.status_code == 200
-    assert answer.text.count("data: [DONE]") == 1
-    return answer.text
-
-
-@pytest.mark.timeout(300)
-def test_the_adaptive_program_goes_by_what_it_measures(cluster: Cluster, deploy: Deploy) -> None:
-    """With an objective for the time between tokens that nothing meets it takes prompts and outputs apart; with one for
-    the first token, and nobody to take an engine from, it serves whole requests again."""
-
-    def sent(number: int) -> int:
-        before = counters(cluster.prefill)
-        streamed(cluster.router, ids(40, seed=9000 + number))
-        return difference(before, counters(cluster.prefill), "tokens_sent")
-
-    def until(wanted: bool, first: int) -> None:
-        for number in range(first, first + 100):
-            if (sent(number) > 0) == wanted:
-                return
-        raise AssertionError("the program did not change its pattern")
-
-    deploy("adaptive", itl_ms=1e-6, ttft_ms=1e9, interval_s=0.05)
-    assert sent(0) == 0
-    until(True, 1)
-    deploy("adaptive", itl_ms=1e9, ttft_ms=1e-6, interval_s=0.05, apart=True)
-    until(False, 200)
-    wait_idle(cluster.engines)
-
-
 @pytest.mark.timeout(300)
 def test_roles_change_under_load_and_nothing_is_lost(
     cluster: Cluster, hybrid: str, admin: httpx.Client, deploy: Deploy
