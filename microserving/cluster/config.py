@@ -31,7 +31,7 @@ OWNED_ENGINE_FIELDS: Mapping[str, str] = MappingProxyType(
         "node_role": "nodes.role",
         "node_id": "nodes.id",
         "rank": "nodes.rank",
-        "threads": "nodes.resources.compute_units",
+        "threads": "nodes.resources.cpus or nodes.resources.compute_units",
         "kv_cache_bytes": "nodes.resources.memory_bytes",
         "cluster_secret_file": "cluster.secret_file",
         "runtime_dir": "no key, it is made for each run",
@@ -64,6 +64,23 @@ def _checked_node_id(text: str) -> str:
     return text
 
 
+def parse_cpus(text: str) -> frozenset[int]:
+    """The cores of "0" or "0-3,8" (the form of `taskset -c`). Raises ValueError."""
+    cpus: set[int] = set()
+    for part in text.split(","):
+        match = _CPU_RANGE.fullmatch(part.strip())
+        first, last = (int(match[1]), int(match[2] or match[1])) if match else (1, 0)
+        if last < first:
+            raise ValueError(f'{text!r} is no list of cores, as in "0" or "0-3,8"')
+        cpus.update(range(first, last + 1))
+    return frozenset(cpus)
+
+
+def _checked_cpus(text: str) -> str:
+    parse_cpus(text)
+    return text
+
+
 def _checked_setting(value: object) -> Setting:
     if not isinstance(value, (str, int, float, bool)):
         raise ValueError("a setting is a text, a number or true/false")
@@ -73,8 +90,10 @@ def _checked_setting(value: object) -> Setting:
 Setting = str | int | float | bool
 AddressText = Annotated[str, AfterValidator(_checked_address)]
 NodeId = Annotated[str, AfterValidator(_checked_node_id)]
+CpuList = Annotated[str, AfterValidator(_checked_cpus)]
 SettingValue = Annotated[Any, AfterValidator(_checked_setting)]
 _NO_NODES = "at least one [[nodes]] is needed"
+_CPU_RANGE = re.compile(r"([0-9]{1,4})(?:-([0-9]{1,4}))?", re.ASCII)
 _NODE_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}", re.ASCII)
 
 
@@ -112,10 +131,20 @@ class RouterSection(_Section):
 
 
 class NodeResources(_Section):
-    """`[nodes.resources]`. memory_bytes: size of the KV pool; compute_units: threads of the engine."""
+    """`[nodes.resources]`. memory_bytes: size of the KV pool; compute_units: threads of the engine.
+
+    cpus: the cores that the engine is pinned to, as in "0" or "0-3,8"; without it the launcher shares out those that
+    nobody names. compute_units, when it is not given, is their number.
+    """
 
     memory_bytes: int | None = Field(default=None, ge=2**20)
     compute_units: int | None = Field(default=None, ge=1, le=1024)
+    cpus: CpuList | None = None
+
+    @property
+    def pinned_to(self) -> frozenset[int] | None:
+        """The cores named by ``cpus``."""
+        return None if self.cpus is None else parse_cpus(self.cpus)
 
 
 class NodeSection(_Section):

@@ -5,7 +5,7 @@ Pure but for ``claim_ports`` (it looks which ports are free). Starts nothing.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,7 +13,7 @@ from typing import Any
 from pydantic import BaseModel, ValidationError
 
 from microserving.cluster.addresses import Address, claim_ports, parse_address
-from microserving.cluster.config import ClusterConfig, RouterSection
+from microserving.cluster.config import ClusterConfig, NodeSection, RouterSection
 from microserving.cluster.runtime_dir import ADMIN_SOCKET
 from microserving.engine.config import EngineConfig
 from microserving.errors import ConfigError
@@ -81,7 +81,7 @@ def plan(
     if router is not None:
         wanted["router"] = parse_address(router.address)
     addresses = claim_ports(wanted)
-    shares = share_cpus([node.resources.compute_units for node in config.nodes], cpus)
+    shares = _cpu_shares(config.nodes, cpus)
     common = {"cluster_secret_file": secret_file, "runtime_dir": runtime_dir}
     # Behind a router nothing runs on an engine that the cluster tells to stop.
     alone: dict[str, Any] = {} if router is not None else {"shutdown_timeout_s": DRAIN_S}
@@ -118,6 +118,26 @@ def share_cpus(units: Sequence[int | None], cpus: Sequence[int]) -> list[frozens
         shares.append(frozenset(cpus[(dealt + i) % len(cpus)] for i in range(count)))
         dealt += count
     return shares
+
+
+def _cpu_shares(nodes: Sequence[NodeSection], cpus: Sequence[int]) -> list[frozenset[int]]:
+    """Cores for each engine: those that it names; the others share what nobody names (all, when nothing is left)."""
+    named: set[int] = set()
+    for node in nodes:
+        pinned = node.resources.pinned_to or frozenset()
+        if unknown := pinned - set(cpus):
+            raise ConfigError(
+                f"node {node.id}: resources.cpus names core {_shown(unknown)}; this process may use {_shown(cpus)}"
+            )
+        named |= pinned
+    free = [cpu for cpu in cpus if cpu not in named] or cpus
+    unpinned = [node for node in nodes if node.resources.pinned_to is None]
+    shares = iter(share_cpus([node.resources.compute_units for node in unpinned], free))
+    return [node.resources.pinned_to or next(shares) for node in nodes]
+
+
+def _shown(cpus: Iterable[int]) -> str:
+    return ", ".join(map(str, sorted(cpus)))
 
 
 def _router_section(config: ClusterConfig) -> RouterSection | None:

@@ -156,6 +156,30 @@ def test_threads_asked_for_are_kept_when_there_are_fewer_cores() -> None:
     assert topology.engines[0].cpus == {0, 1}
 
 
+def pinned(*resources: dict[str, Any], cpus: tuple[int, ...] = (0, 1, 2, 3)) -> list[tuple[set[int], int]]:
+    """The cores and the threads of one engine for each of the ``resources``."""
+    nodes = [{"id": f"n{i}", "resources": of} for i, of in enumerate(resources)]
+    engines = planned({"nodes": nodes}, cpus).engines
+    return [(set(engine.cpus), engine.config.threads) for engine in engines]
+
+
+def test_an_engine_is_pinned_to_the_cores_that_it_names_and_has_as_many_threads() -> None:
+    assert pinned({"cpus": "0"}, {"cpus": "1"}) == [({0}, 1), ({1}, 1)]
+    assert pinned({"cpus": "1-3, 0"}) == [({0, 1, 2, 3}, 4)]
+    assert pinned({"cpus": "0,1", "compute_units": 1}) == [({0, 1}, 1)]
+
+
+def test_who_names_no_cores_gets_those_that_are_left() -> None:
+    assert pinned({}, {"cpus": "0-1"}, {}) == [({2}, 1), ({0, 1}, 2), ({3}, 1)]
+    assert pinned({"cpus": "0-3"}, {}) == [({0, 1, 2, 3}, 4), ({0, 1, 2, 3}, 4)]
+
+
+def test_a_core_that_there_is_not() -> None:
+    message = r"^node n0: resources\.cpus names core 1, 7; this process may use 0, 2$"
+    with pytest.raises(ConfigError, match=message):
+        pinned({"cpus": "0,1,7"}, cpus=(0, 2))
+
+
 @pytest.mark.case("CF-03")
 def test_the_effective_configuration_names_the_origin_of_every_value() -> None:
     data = {"engine": {"chunk_size_tokens": 64}, "nodes": [{"id": "a"}], "router": {"address": "127.0.0.1:0"}}
