@@ -114,6 +114,27 @@ class RequestRecord:
 
 
 @dataclass(slots=True)
+class TransferTotals:
+    """What `remote_send` did for the requests that ended (``RemoteSendResult`` defines the times). hand_offs: that moved
+    something."""
+
+    hand_offs: int = 0
+    tokens_sent: int = 0
+    bytes_sent: int = 0
+    prefill_ms: float = 0.0
+    transfer_ms: float = 0.0
+    exposed_ms: float = 0.0
+
+    def add(self, attempt: AttemptRecord) -> None:
+        self.hand_offs += attempt.tokens_sent > 0
+        self.tokens_sent += attempt.tokens_sent
+        self.bytes_sent += attempt.bytes_sent
+        self.prefill_ms += attempt.prefill_ms
+        self.transfer_ms += attempt.transfer_ms
+        self.exposed_ms += attempt.exposed_ms
+
+
+@dataclass(slots=True)
 class Totals:
     """Since the router started. outcomes: ended requests by ``RequestRecord.outcome``."""
 
@@ -123,6 +144,7 @@ class Totals:
     hedges: int = 0
     output_tokens: int = 0
     outcomes: Counter[str] = field(default_factory=Counter)
+    transfers: TransferTotals = field(default_factory=TransferTotals)
 
 
 class Ledger:
@@ -176,5 +198,7 @@ class Ledger:
         totals.resumes += record.resumes
         totals.hedges += record.hedges
         totals.output_tokens += record.output_tokens
+        for attempt in record.attempts:
+            totals.transfers.add(attempt)
         if self.on_ended is not None:
             self.on_ended(record)

@@ -5,6 +5,7 @@ Reads the parts; owns nothing but how requests ended, and the histograms of gene
 
 from __future__ import annotations
 
+import dataclasses
 from collections import Counter
 from typing import Final
 
@@ -55,6 +56,18 @@ class AdmissionStats(BaseModel):
     refused: int
 
 
+class TransferStats(BaseModel):
+    """What `remote_send` did for the requests that ended, since the router started. Times are sums, in milliseconds:
+    transfer_ms of the writing, exposed_ms of what the transfer delayed the answers."""
+
+    hand_offs: int
+    tokens_sent: int
+    bytes_sent: int
+    prefill_ms: float
+    transfer_ms: float
+    exposed_ms: float
+
+
 class RouterStats(BaseModel):
     """GET `/router/stats`. requests_in_flight: attempts under way. states: of the requests that run."""
 
@@ -62,6 +75,7 @@ class RouterStats(BaseModel):
     requests_in_flight: int
     admission: AdmissionStats
     states: dict[str, int]
+    transfers: TransferStats
     engines: list[EngineStats]
 
 
@@ -113,6 +127,7 @@ class RouterFigures:
                 refused=admission.refused,
             ),
             states={str(state): number for state, number in self._dispatcher.ledger.states.items()},
+            transfers=TransferStats(**dataclasses.asdict(self._dispatcher.ledger.totals.transfers)),
             engines=[_engine_stats(peer, addresses) for peer in self._registry.peers],
         )
 

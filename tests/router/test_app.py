@@ -207,6 +207,23 @@ def test_stats_show_no_address() -> None:
     with_router(scenario, "balanced_prefill_decode", program_settings={"pd_balance_factor": 0.5})
 
 
+def test_stats_tell_what_hand_offs_moved_and_cost() -> None:
+    async def scenario(setup: Setup) -> None:
+        for _ in range(2):
+            assert (await setup.complete()).status_code == 200
+        transfers = (await setup.stats())["transfers"]
+        assert transfers == {
+            "hand_offs": 2,
+            "tokens_sent": 6,
+            "bytes_sent": 384,
+            "prefill_ms": 3.0,
+            "transfer_ms": 0.0,
+            "exposed_ms": 0.0,
+        }
+
+    with_router(scenario)
+
+
 @pytest.mark.parametrize("stage", ["prep_recv", "remote_send", "start_generate"])
 def test_stopping_ends_what_runs_and_is_nobodys_error(stage: str, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO)
