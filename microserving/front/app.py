@@ -19,13 +19,15 @@ from microserving.errors import EngineUnavailable, Unauthorized
 from microserving.front.access import OPEN_PATHS, Access
 from microserving.front.backend import Backend, ServedModel
 from microserving.front.channel import Header
+from microserving.front.chat import ChatFront
 from microserving.front.control import control_router, error_response, plain_response
 from microserving.front.cors import Cors
 from microserving.front.exchange import Endpoint
 from microserving.front.openai_api import OpenAIFront
 from microserving.front.openapi import HotRoute, add_hot_routes
 from microserving.front.settings import BodyLimits, FrontSettings
-from microserving.protocol.openai import ChatCompletionRequest, CompletionRequest
+from microserving.protocol.chat import ChatCompletionRequest
+from microserving.protocol.openai import CompletionRequest
 from microserving.protocol.responses import ModelCard, ModelList, Status
 from microserving.tokenizer import Tokenizer
 
@@ -120,7 +122,9 @@ def create_front(
     front = OpenAIFront(backend, settings)
     own = [
         HotRoute("/v1/completions", front.completions, "Continue prompts", CompletionRequest),
-        HotRoute("/v1/chat/completions", front.chat_completions, "Answer a chat", ChatCompletionRequest),
+        HotRoute(
+            "/v1/chat/completions", ChatFront(front).chat_completions, "Answer a chat", ChatCompletionRequest
+        ),
     ]
     app = FrontApp(title, [*own, *hot_routes], settings, _limits_of(backend, settings), lifespan=lifespan)
     router = control_router()

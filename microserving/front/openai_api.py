@@ -1,4 +1,5 @@
-"""OpenAI's endpoints over a ``Backend``: parse, tokenise once, generate, answer whole or as a stream.
+"""OpenAI's completions over a ``Backend``, and the way to every answer: parse, tokenise once, generate, answer whole
+or as a stream.
 
 Everything that can be refused is refused with a real status: the stream's headers go out with the first chunk.
 """
@@ -36,15 +37,14 @@ from microserving.protocol.body import (
 from microserving.protocol.generation import GenerationChunk, GenerationRequest
 from microserving.protocol.openai import (
     DEFAULT_COMPLETION_TOKENS,
-    ChatCompletionRequest,
     CompletionRequest,
     GenerationFields,
     Prompt,
 )
 from microserving.protocol.responses import (
     AnswerShape,
+    CompletionShape,
     FinishedChoice,
-    Kind,
     ModelCard,
     ModelList,
     Status,
@@ -77,7 +77,7 @@ async def tokenize(prompts: Sequence[Prompt], tokenizer: Tokenizer, *, max_conte
     Raises InvalidRequest, ContextLengthExceeded.
     """
     size = sum(len(prompt) for prompt in prompts if isinstance(prompt, str))
-    return await _off_loop(size, lambda: [_token_ids(prompt, tokenizer, max_context) for prompt in prompts])
+    return await off_loop(size, lambda: [_token_ids(prompt, tokenizer, max_context) for prompt in prompts])
 
 
 def check_model(name: str | None, served: ServedModel) -> str:
@@ -88,18 +88,18 @@ def check_model(name: str | None, served: ServedModel) -> str:
 
 
 class OpenAIFront:
-    """The handlers. Holds no state of requests."""
+    """The handlers, and what they share with the chat's (``front.chat``). Holds no state of requests."""
 
     def __init__(
         self, backend: Backend, settings: FrontSettings, clock: Callable[[], float] = time.time
     ) -> None:
         self._backend = backend
-        self._settings = settings
+        self.settings = settings
         self._clock = clock
 
     async def completions(self, exchange: Exchange) -> None:
-        fields = parse_request(exchange, CompletionRequest, strict=self._settings.strict_fields)
-        model, tokenizer = await self._served(fields.model)
+        fields = parse_request(exchange, CompletionRequest, strict=self.settings.strict_fields)
+        model, tokenizer = await self.served(fields.model)
         check_vocabulary(fields, tokenizer.vocab_size)
         prompts = await tokenize(fields.prompt, tokenizer, max_context=model.max_context)
         limits = [
@@ -112,25 +112,7 @@ class OpenAIFront:
             )
             for prompt in prompts
         ]
-        await self._answer(exchange, "completion", fields, model, prompts, limits)
-
-    async def chat_completions(self, exchange: Exchange) -> None:
-        fields = parse_request(exchange, ChatCompletionRequest, strict=self._settings.strict_fields)
-        model, tokenizer = await self._served(fields.model)
-        check_vocabulary(fields, tokenizer.vocab_size)
-        messages = fields.template_messages()
-        size = sum(len(message["content"]) for message in messages)
-        prompt = await _off_loop(size, lambda: tokenizer.encode_chat(messages, max_context=model.max_context))
-        if not prompt:
-            raise InvalidRequest("the rendered chat is empty", param="messages")
-        limit = resolve_max_tokens(
-            fields.token_limit,
-            default=None,
-            prompt_tokens=len(prompt),
-            max_context=model.max_context,
-            param="messages",
-        )
-        await self._answer(exchange, "chat", fields, model, [prompt], [limit])
+        await self.answer(exchange, CompletionShape, fields, model, prompts, limits)
 
     async def models(self) -> ModelList:
         """GET `/v1/models`."""
@@ -142,18 +124,18 @@ class OpenAIFront:
 
     async def ready(self) -> Status:
         """GET `/ready`: whether a request sent now would be served."""
-        await self._served(None)
+        await self.served(None)
         return Status(status="ready")
 
     async def _known(self, name: str | None) -> ServedModel:
         """The served model, also while nothing serves it. Raises NoEngine while it is unknown, ModelNotFound."""
         model = self._backend.model
         if model is None:
-            return (await self._served(name))[0]
+            return (await self.served(name))[0]
         check_model(name, model)
         return model
 
-    async def _served(self, name: str | None) -> tuple[ServedModel, Tokenizer]:
+    async def served(self, name: str | None) -> tuple[ServedModel, Tokenizer]:
         """The model that serves a request for ``name``. Raises NoEngine while nothing does, ModelNotFound."""
         backend = self._backend
         ready = backend.ready
@@ -167,21 +149,21 @@ class OpenAIFront:
             raise NoEngine("no engine is ready to serve this", retry_after_s=1)
         return model, tokenizer
 
-    async def _answer(
+    async def answer(
         self,
         exchange: Exchange,
-        kind: Kind,
+        shape_type: type[AnswerShape],
         fields: GenerationFields,
         model: ServedModel,
         prompts: Sequence[Sequence[int]],
         limits: Sequence[int],
     ) -> None:
+        """Generate ``fields.n`` choices of each prompt and answer in the shape. limits: max_tokens of each prompt."""
         headers = routing_headers(exchange.client_headers)
         timeout_s = remaining_s(exchange, fields.timeout)
         requests = plan_generations(fields, prompts, limits, exchange.request_id, headers, timeout_s)
-        shape = AnswerShape(
-            kind,
-            answer_id=f"{'chatcmpl' if kind == 'chat' else 'cmpl'}-{exchange.request_id}",
+        shape = shape_type(
+            answer_id=f"{shape_type.id_prefix}-{exchange.request_id}",
             created=int(self._clock()),
             model=model.id,
             include_usage=fields.include_usage,
@@ -189,7 +171,7 @@ class OpenAIFront:
         )
         usage = Usage(sum(map(len, prompts)), fields.n)
         answer = stream_answer if fields.stream else whole_answer
-        await answer(exchange, self._backend, requests, shape, usage, self._settings.max_concurrent_choices)
+        await answer(exchange, self._backend, requests, shape, usage, self.settings.max_concurrent_choices)
 
 
 async def stream_answer(
@@ -302,6 +284,6 @@ def _model_card(model: ServedModel) -> ModelCard:
     )
 
 
-async def _off_loop(size: int, encode: Callable[[], ResultT]) -> ResultT:
+async def off_loop(size: int, encode: Callable[[], ResultT]) -> ResultT:
     """``encode()``, on a worker thread when the text is long. size: its characters."""
     return encode() if size <= _INLINE_CHARS else await asyncio.to_thread(encode)

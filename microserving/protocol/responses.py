@@ -1,23 +1,23 @@
 """OpenAI's answers, as bytes. Streamed chunks take a fast path: the constant head is encoded once per request.
 
-Owns the shapes (`text_completion`, `chat.completion`, `chat.completion.chunk`, the usage block, the model list). Does
-not know where text comes from.
+Owns what every answer has (head, usage block), the shapes of `text_completion` and the model list; ``chat_responses``
+has the chat's. Does not know where text comes from.
 """
 
 from __future__ import annotations
 
 import json
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, Final, Literal
+from typing import Any, ClassVar, Final, Literal
 
 import msgspec
 from pydantic import BaseModel
 
 from microserving.protocol.generation import FinishReason, GenerationChunk
 
-Kind = Literal["completion", "chat"]
 _ENCODER: Final = json.JSONEncoder(ensure_ascii=False, allow_nan=False, separators=(",", ":"))
 _encode: Final = msgspec.json.encode
 """For what holds no float: it would write null for NaN."""
@@ -65,16 +65,21 @@ class FinishedChoice:
     finish_reason: FinishReason
 
 
-class AnswerShape:
+class AnswerShape(ABC):
     """One request's answers: its id, creation time and model name are constant over all of its chunks.
 
     model: as the request named it. token_ids: whether choices carry `token_ids` (`return_token_ids`).
     """
 
+    id_prefix: ClassVar[str]
+    _object: ClassVar[str]
+    _chunk_object: ClassVar[str]
+    _around_text: ClassVar[tuple[bytes, bytes]]
+    """What is before and behind a text in a choice of a stream."""
+
     def __init__(
-        self, kind: Kind, *, answer_id: str, created: int, model: str, include_usage: bool, token_ids: bool
+        self, *, answer_id: str, created: int, model: str, include_usage: bool, token_ids: bool
     ) -> None:
-        self._chat = kind == "chat"
         self._constants: dict[str, Any] = {"id": answer_id, "created": created, "model": model}
         self._token_ids = token_ids
         self._include_usage = include_usage
@@ -83,15 +88,14 @@ class AnswerShape:
 
     @cached_property
     def _head(self) -> bytes:
-        chunk_object = "chat.completion.chunk" if self._chat else "text_completion"
-        return _encode({**self._constants, "object": chunk_object})[:-1] + b',"choices":'
+        return _encode({**self._constants, "object": self._chunk_object})[:-1] + b',"choices":'
 
     def chunks(self, index: int, chunk: GenerationChunk, *, first: bool) -> list[bytes]:
         """The stream chunks for one piece of choice ``index``; ``first``: nothing of this choice was sent before.
 
         Empty when the piece shows nothing (no text, no finish reason, token ids not asked for).
         """
-        choices = self._chat_choices(index, chunk, first) if self._chat else self._text_choices(index, chunk)
+        choices = self._choices(index, chunk, first)
         return [b"%b[%b]%b" % (self._head, _encode(choice), self._tail) for choice in choices]
 
     def next_event(self, index: int, chunk: GenerationChunk) -> bytes | None:
@@ -106,7 +110,7 @@ class AnswerShape:
 
     def _middle(self, index: int) -> tuple[bytes, bytes]:
         """What is before and behind the text."""
-        text, behind = (b'"delta":{"content":', b"}") if self._chat else (b'"text":', b"")
+        text, behind = self._around_text
         before = b'data: %b[{"index":%d,%b' % (self._head, index, text)
         return before, b'%b,"logprobs":null,"finish_reason":null}]%b\n\n' % (behind, self._tail)
 
@@ -121,56 +125,45 @@ class AnswerShape:
         return _encode(
             {
                 **self._constants,
-                "object": "chat.completion" if self._chat else "text_completion",
+                "object": self._object,
                 "choices": [self._whole_choice(index, choice) for index, choice in enumerate(choices)],
                 "usage": usage.body(),
             }
         )
 
-    def _text_choices(self, index: int, chunk: GenerationChunk) -> list[dict[str, Any]]:
-        if not self._shows(chunk) and chunk.finish_reason is None:
-            return []
-        choice = {"index": index, "text": chunk.text, "logprobs": None, "finish_reason": chunk.finish_reason}
-        return [self._with_ids(choice, chunk.token_ids)]
+    @abstractmethod
+    def _choices(self, index: int, chunk: GenerationChunk, first: bool) -> list[dict[str, Any]]:
+        """The `choices` entries that show ``chunk``, each of a stream chunk of its own; see ``chunks``."""
 
-    def _chat_choices(self, index: int, chunk: GenerationChunk, first: bool) -> list[dict[str, Any]]:
-        """The role travels with the first content, the finish reason alone with an empty delta (as OpenAI does)."""
-        choices = []
-        if first and (self._shows(chunk) or chunk.finish_reason is not None):
-            delta = {"role": "assistant", "content": chunk.text}
-            choices.append(self._delta(index, delta, chunk.token_ids))
-        elif self._shows(chunk):
-            choices.append(self._delta(index, {"content": chunk.text}, chunk.token_ids))
-        if chunk.finish_reason is not None:
-            choices.append(self._delta(index, {}, (), chunk.finish_reason))
-        return choices
+    @abstractmethod
+    def _whole_choice(self, index: int, choice: FinishedChoice) -> dict[str, Any]:
+        """The `choices` entry of an answer that is not streamed."""
 
     def _shows(self, chunk: GenerationChunk) -> bool:
         return bool(chunk.text) or (self._token_ids and bool(chunk.token_ids))
-
-    def _delta(
-        self,
-        index: int,
-        delta: dict[str, str],
-        token_ids: tuple[int, ...],
-        finish: FinishReason | None = None,
-    ) -> dict[str, Any]:
-        choice = {"index": index, "delta": delta, "logprobs": None, "finish_reason": finish}
-        return self._with_ids(choice, token_ids)
-
-    def _whole_choice(self, index: int, choice: FinishedChoice) -> dict[str, Any]:
-        shown: dict[str, Any] = {"index": index}
-        if self._chat:
-            shown["message"] = {"role": "assistant", "content": choice.text, "refusal": None}
-        else:
-            shown["text"] = choice.text
-        shown |= {"logprobs": None, "finish_reason": choice.finish_reason}
-        return self._with_ids(shown, choice.token_ids)
 
     def _with_ids(self, choice: dict[str, Any], token_ids: tuple[int, ...]) -> dict[str, Any]:
         if self._token_ids:
             choice["token_ids"] = list(token_ids)
         return choice
+
+
+class CompletionShape(AnswerShape):
+    """`text_completion`, whole and streamed."""
+
+    id_prefix = "cmpl"
+    _object = _chunk_object = "text_completion"
+    _around_text = (b'"text":', b"")
+
+    def _choices(self, index: int, chunk: GenerationChunk, first: bool) -> list[dict[str, Any]]:  # noqa: ARG002 - a chat needs it
+        if not self._shows(chunk) and chunk.finish_reason is None:
+            return []
+        choice = {"index": index, "text": chunk.text, "logprobs": None, "finish_reason": chunk.finish_reason}
+        return [self._with_ids(choice, chunk.token_ids)]
+
+    def _whole_choice(self, index: int, choice: FinishedChoice) -> dict[str, Any]:
+        shown = {"index": index, "text": choice.text, "logprobs": None, "finish_reason": choice.finish_reason}
+        return self._with_ids(shown, choice.token_ids)
 
 
 class ModelCard(BaseModel):

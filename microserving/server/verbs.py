@@ -32,7 +32,7 @@ from microserving.protocol.microserving import (
     resolve_index,
 )
 from microserving.protocol.openai import DEFAULT_COMPLETION_TOKENS
-from microserving.protocol.responses import AnswerShape, Usage
+from microserving.protocol.responses import CompletionShape, Usage
 from microserving.server.backend import EngineBackend
 from microserving.server.services import EngineServices
 
@@ -140,8 +140,7 @@ class Verbs:
             resume_output_ids=fields.resume_output_ids,
             preemption=fields.preemption,
         )
-        shape = AnswerShape(
-            "completion",
+        shape = CompletionShape(
             answer_id=f"cmpl-{exchange.request_id}",
             created=int(self._clock()),
             model=self._model.id,

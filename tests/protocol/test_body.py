@@ -23,7 +23,8 @@ from microserving.protocol.body import (
     refuse_ignored,
     validate,
 )
-from microserving.protocol.openai import ChatCompletionRequest, CompletionRequest
+from microserving.protocol.chat import ChatCompletionRequest
+from microserving.protocol.openai import CompletionRequest
 
 
 def refusal(call: Callable[[], object]) -> InvalidRequest | None:

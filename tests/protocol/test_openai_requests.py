@@ -8,11 +8,11 @@ import pytest
 
 from microserving.errors import InvalidRequest
 from microserving.protocol.body import validate
+from microserving.protocol.chat import ChatCompletionRequest
 from microserving.protocol.openai import (
     MAX_CHOICES,
     MAX_PROMPTS,
     SMALLEST_TOP_P,
-    ChatCompletionRequest,
     CompletionRequest,
 )
 

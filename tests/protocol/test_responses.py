@@ -9,12 +9,15 @@ import pytest
 from openai.types import Completion
 from openai.types.chat import ChatCompletion, ChatCompletionChunk
 
+from microserving.protocol.chat_responses import ChatShape
 from microserving.protocol.generation import GenerationChunk
-from microserving.protocol.responses import AnswerShape, FinishedChoice, Kind, Usage, dump
+from microserving.protocol.responses import AnswerShape, CompletionShape, FinishedChoice, Usage, dump
+
+SHAPES: dict[str, type[AnswerShape]] = {"completion": CompletionShape, "chat": ChatShape}
 
 
-def shape(kind: Kind, *, usage: bool = False, ids: bool = False) -> AnswerShape:
-    return AnswerShape(kind, answer_id="id-1", created=7, model='m"é', include_usage=usage, token_ids=ids)
+def shape(kind: str, *, usage: bool = False, ids: bool = False) -> AnswerShape:
+    return SHAPES[kind](answer_id="id-1", created=7, model='m"é', include_usage=usage, token_ids=ids)
 
 
 def chunks(answer: AnswerShape, *pieces: GenerationChunk) -> list[dict[str, Any]]:
@@ -110,7 +113,7 @@ def test_strict_json_always() -> None:
 @pytest.mark.parametrize("kind", ["completion", "chat"])
 @pytest.mark.parametrize("usage", [False, True])
 @pytest.mark.parametrize("text", ["a", 'é"\\\n\x00\u2028', "😀"])
-def test_the_short_way_to_an_event_writes_the_same_bytes(kind: Kind, usage: bool, text: str) -> None:
+def test_the_short_way_to_an_event_writes_the_same_bytes(kind: str, usage: bool, text: str) -> None:
     answer = shape(kind, usage=usage)
     for index in (0, 3):
         chunk = GenerationChunk(text, (5,))

@@ -28,7 +28,7 @@ from microserving.protocol.microserving import (
     resolve_index,
     stream_fields,
 )
-from microserving.protocol.responses import AnswerShape, Usage, dump
+from microserving.protocol.responses import CompletionShape, Usage, dump
 
 SEND = {"prompt": [1, 2], "begin": 0, "end": -1, "kv_addr_info": "x", "recv_rank": 0}
 
@@ -176,9 +176,7 @@ CHUNKS = [
 
 
 def events(include_usage: bool) -> list[str]:
-    shape = AnswerShape(
-        "completion", answer_id="x", created=1, model="m", include_usage=include_usage, token_ids=True
-    )
+    shape = CompletionShape(answer_id="x", created=1, model="m", include_usage=include_usage, token_ids=True)
     data = [event for chunk in CHUNKS for event in shape.chunks(0, chunk, first=False)]
     usage = shape.usage_chunk(Usage(4, 1, 4))
     return [event.decode() for event in (*data, *([usage] if usage else []))] + ["[DONE]"]
