@@ -7,6 +7,7 @@ Everything that can be refused is refused with a real status: the stream's heade
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import time
 from collections.abc import Awaitable, Callable, Sequence
 from typing import TypeVar
@@ -34,7 +35,7 @@ from microserving.protocol.body import (
     refuse_ignored,
     validate,
 )
-from microserving.protocol.generation import GenerationChunk, GenerationRequest
+from microserving.protocol.generation import GenerationChunk, GenerationRequest, Grammar
 from microserving.protocol.openai import (
     DEFAULT_COMPLETION_TOKENS,
     CompletionRequest,
@@ -152,18 +153,22 @@ class OpenAIFront:
     async def answer(
         self,
         exchange: Exchange,
-        shape_type: type[AnswerShape],
+        make_shape: Callable[..., AnswerShape],
         fields: GenerationFields,
         model: ServedModel,
         prompts: Sequence[Sequence[int]],
         limits: Sequence[int],
+        grammar: Grammar | None = None,
     ) -> None:
-        """Generate ``fields.n`` choices of each prompt and answer in the shape. limits: max_tokens of each prompt."""
+        """Generate ``fields.n`` choices of each prompt and answer in the shape. make_shape: an ``AnswerShape``'s constructor. limits:
+        max_tokens of each prompt. grammar: that every choice must match."""
         headers = routing_headers(exchange.client_headers)
         timeout_s = remaining_s(exchange, fields.timeout)
         requests = plan_generations(fields, prompts, limits, exchange.request_id, headers, timeout_s)
-        shape = shape_type(
-            answer_id=f"{shape_type.id_prefix}-{exchange.request_id}",
+        if grammar is not None:
+            requests = [dataclasses.replace(request, grammar=grammar) for request in requests]
+        shape = make_shape(
+            request_id=exchange.request_id,
             created=int(self._clock()),
             model=model.id,
             include_usage=fields.include_usage,

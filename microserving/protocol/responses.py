@@ -78,9 +78,13 @@ class AnswerShape(ABC):
     """What is before and behind a text in a choice of a stream."""
 
     def __init__(
-        self, *, answer_id: str, created: int, model: str, include_usage: bool, token_ids: bool
+        self, *, request_id: str, created: int, model: str, include_usage: bool, token_ids: bool
     ) -> None:
-        self._constants: dict[str, Any] = {"id": answer_id, "created": created, "model": model}
+        self._constants: dict[str, Any] = {
+            "id": f"{self.id_prefix}-{request_id}",
+            "created": created,
+            "model": model,
+        }
         self._token_ids = token_ids
         self._include_usage = include_usage
         self._around: dict[int, tuple[bytes, bytes]] = {}

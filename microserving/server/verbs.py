@@ -141,7 +141,7 @@ class Verbs:
             preemption=fields.preemption,
         )
         shape = CompletionShape(
-            answer_id=f"cmpl-{exchange.request_id}",
+            request_id=exchange.request_id,
             created=int(self._clock()),
             model=self._model.id,
             include_usage=fields.include_usage,

@@ -17,7 +17,7 @@ SHAPES: dict[str, type[AnswerShape]] = {"completion": CompletionShape, "chat": C
 
 
 def shape(kind: str, *, usage: bool = False, ids: bool = False) -> AnswerShape:
-    return SHAPES[kind](answer_id="id-1", created=7, model='m"é', include_usage=usage, token_ids=ids)
+    return SHAPES[kind](request_id="id-1", created=7, model='m"é', include_usage=usage, token_ids=ids)
 
 
 def chunks(answer: AnswerShape, *pieces: GenerationChunk) -> list[dict[str, Any]]:
@@ -28,7 +28,7 @@ def chunks(answer: AnswerShape, *pieces: GenerationChunk) -> list[dict[str, Any]
 @pytest.mark.case("API-41")
 def test_chat_chunks() -> None:
     got = chunks(shape("chat"), GenerationChunk("Hé", (1,)), GenerationChunk("y", (2,), "stop", 3, 2))
-    constants = {"id": "id-1", "object": "chat.completion.chunk", "created": 7, "model": 'm"é'}
+    constants = {"id": "chatcmpl-id-1", "object": "chat.completion.chunk", "created": 7, "model": 'm"é'}
     deltas = [({"role": "assistant", "content": "Hé"}, None), ({"content": "y"}, None), ({}, "stop")]
     assert got == [
         {**constants, "choices": [{"index": 0, "delta": delta, "logprobs": None, "finish_reason": finish}]}
@@ -41,7 +41,7 @@ def test_chat_chunks() -> None:
 @pytest.mark.case("API-39")
 def test_completion_chunks() -> None:
     got = chunks(shape("completion"), GenerationChunk("a"), GenerationChunk("b", (), "length", 1, 2))
-    constants = {"id": "id-1", "object": "text_completion", "created": 7, "model": 'm"é'}
+    constants = {"id": "cmpl-id-1", "object": "text_completion", "created": 7, "model": 'm"é'}
     assert got == [
         {**constants, "choices": [{"index": 0, "text": text, "logprobs": None, "finish_reason": finish}]}
         for text, finish in [("a", None), ("b", "length")]

@@ -176,7 +176,7 @@ CHUNKS = [
 
 
 def events(include_usage: bool) -> list[str]:
-    shape = CompletionShape(answer_id="x", created=1, model="m", include_usage=include_usage, token_ids=True)
+    shape = CompletionShape(request_id="x", created=1, model="m", include_usage=include_usage, token_ids=True)
     data = [event for chunk in CHUNKS for event in shape.chunks(0, chunk, first=False)]
     usage = shape.usage_chunk(Usage(4, 1, 4))
     return [event.decode() for event in (*data, *([usage] if usage else []))] + ["[DONE]"]
