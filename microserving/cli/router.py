@@ -11,6 +11,7 @@ from microserving.router.config import RouterConfig
 
 HELP_TEXTS = {
     "program": "the router program: a Python file, or the name of one that comes with microserving",
+    "program_state_file": "file that remembers what is deployed, so that a router which is started again goes on with it",
     "prefill_peers": "URLs of the engines that compute prompts, separated by commas",
     "decode_peers": "URLs of the engines that generate, separated by commas; a hybrid engine may be in both lists",
     "serving_bind": "address to listen on; beyond loopback --cluster-secret-file is needed",

@@ -21,6 +21,8 @@ _PREFIX = "microserving-up-"
 _LOCK = "lock"
 ADMIN_SOCKET = "admin.sock"
 """Where the router of the cluster has its admin routes."""
+PROGRAM_STATE = "program-state.json"
+"""Where the router of the cluster remembers what was deployed, until the cluster ends."""
 _CARD = "cluster"
 
 

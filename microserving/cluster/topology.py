@@ -14,7 +14,7 @@ from pydantic import BaseModel, ValidationError
 
 from microserving.cluster.addresses import Address, claim_ports, parse_address
 from microserving.cluster.config import ClusterConfig, NodeSection, RouterSection
-from microserving.cluster.runtime_dir import ADMIN_SOCKET
+from microserving.cluster.runtime_dir import ADMIN_SOCKET, PROGRAM_STATE
 from microserving.engine.config import EngineConfig
 from microserving.errors import ConfigError
 from microserving.router.config import RouterConfig
@@ -167,6 +167,7 @@ def _router_node(
         "port": address.port,
         "cluster_secret_file": common["cluster_secret_file"],
         "admin_socket": common["runtime_dir"] / ADMIN_SOCKET,
+        "program_state_file": common["runtime_dir"] / PROGRAM_STATE,
         "shutdown_timeout_s": DRAIN_S,
     }
     if given.get("engine_api_key_file") is None and (key_file := _engine_key_file(engines)) is not None:

@@ -8,6 +8,7 @@ import logging
 from collections import Counter
 from collections.abc import AsyncIterator
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from functools import partial
 
 from fastapi import FastAPI
 from starlette.requests import Request as HttpRequest
@@ -17,7 +18,7 @@ from microserving.errors import Unauthorized
 from microserving.front import ApiKeys, ClientLimits, FrontSettings, control_router, create_front
 from microserving.front.access import read_bearer
 from microserving.observability.metrics import CONTENT_TYPE, Exposition
-from microserving.program import EngineLoad
+from microserving.program import Cluster, EngineLoad
 from microserving.router.admin import ProgramAdmin, create_admin_app
 from microserving.router.admin_access import read_key
 from microserving.router.admin_engines import EngineAdmin
@@ -33,6 +34,7 @@ from microserving.router.engine_registry import EngineRegistry
 from microserving.router.health import HealthMonitor, ProbeSettings
 from microserving.router.program_host import HostSettings, ProgramHost
 from microserving.router.program_loader import load_program
+from microserving.router.program_memory import ProgramMemory
 from microserving.router.retries import RetrySettings
 from microserving.router.stats import RouterFigures, RouterStats
 
@@ -46,7 +48,6 @@ class Router:
     """
 
     def __init__(self, config: RouterConfig) -> None:
-        program = load_program(config.program, config.program_settings)
         timeouts = EngineTimeouts(
             config.connect_timeout_s,
             config.prep_recv_timeout_s,
@@ -70,7 +71,7 @@ class Router:
         self._monitor = HealthMonitor(
             self._registry, probes, served_model=config.served_model, tokenizer_dir=config.tokenizer_dir
         )
-        self._host = ProgramHost(program, self._registry.cluster, _host_settings(config))
+        self._host = _host(config, self._registry.cluster)
         self._deployer = Deployer(self._host, self._roles, dry_run_timeout_s=config.dry_run_timeout_s)
         self._admission = Admission(_admission_settings(config), self._decode_loads)
         self._dispatcher = Dispatcher(
@@ -219,6 +220,21 @@ def _front_settings(config: RouterConfig) -> FrontSettings:
 def create_app(config: RouterConfig) -> FastAPI:
     """The router as an ASGI app that starts and stops with its lifespan."""
     return Router(config).app
+
+
+def _host(config: RouterConfig, cluster: Cluster) -> ProgramHost:
+    """With what was deployed last, or the configured program. Raises ProgramError, ConfigError."""
+    memory = ProgramMemory(config.program_state_file, config.program, config.program_settings)
+    recalled = memory.recall()
+    if recalled is None:
+        program = load_program(config.program, config.program_settings)
+    else:
+        program = recalled.versions[-1].program
+    host = ProgramHost(program, cluster, _host_settings(config))
+    if recalled is not None:
+        host.resume(recalled.versions, recalled.last_number)
+    host.on_change = partial(memory.remember, host)
+    return host
 
 
 def _host_settings(config: RouterConfig) -> HostSettings:

@@ -51,7 +51,8 @@ Names = Annotated[tuple[str, ...], BeforeValidator(_split)]
 class RouterConfig(BaseModel):
     """Durations in seconds. An engine that is a peer of both kinds is in both pools.
 
-    program: a file, or the name of a shipped program. peer_timeout_s: at start every peer must answer within this,
+    program: a file, or the name of a shipped program. program_state_file: where a deployment is kept for the next start
+    (``program_memory``); nowhere by default. peer_timeout_s: at start every peer must answer within this,
     unless allow_missing_peers: then the router serves at once, and answers 503 until an engine joins. served_model: the
     only model that an engine may have; known before any engine answers. tokenizer_dir: with a tokenizer.json, for
     engines that cannot give theirs. circuit_failures: in a row, after which an engine that answers its probes is only
@@ -78,6 +79,7 @@ class RouterConfig(BaseModel):
 
     program: str = Field(min_length=1)
     program_settings: dict[str, Setting] = Field(default_factory=dict)
+    program_state_file: Path | None = Field(None, strict=False)
     prefill_peers: Peers = ()
     decode_peers: Peers = ()
     serving_bind: str = "127.0.0.1"

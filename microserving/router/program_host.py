@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Literal
@@ -47,7 +48,7 @@ class HostSettings:
 
 @dataclass(slots=True, eq=False)
 class Version:
-    """One deployment. number: 1 is the program that the router started with. since: Unix time of its deployment.
+    """One deployment. number: 1 is the program that the configuration names. since: Unix time of its deployment.
 
     uses: attempts under way. ok, failed: attempts that ended well, or failed through the program.
     """
@@ -78,7 +79,8 @@ class Rollback:
 
 
 class ProgramHost:
-    """cluster: what plans get. The attributes are cumulative counts and the last rollback."""
+    """cluster: what plans get. on_change: called when another version is in charge; must not raise. The other attributes
+    are cumulative counts and the last rollback."""
 
     def __init__(
         self, program: LoadedProgram, cluster: Cluster, settings: HostSettings | None = None
@@ -86,6 +88,7 @@ class ProgramHost:
         self.deployments = 0
         self.rollbacks = 0
         self.last_rollback: Rollback | None = None
+        self.on_change: Callable[[], None] | None = None
         self._cluster = cluster
         self._settings = settings or HostSettings()
         self._current = Version(1, program)
@@ -106,6 +109,16 @@ class ProgramHost:
         return self._current
 
     @property
+    def kept(self) -> list[Version]:
+        """Those that a rollback can bring back, the oldest first, and the one in charge."""
+        return [*self._history, self._current]
+
+    @property
+    def last_number(self) -> int:
+        """The highest number that a version was given."""
+        return self._last_number
+
+    @property
     def uses(self) -> int:
         """How many attempts use a program now."""
         return sum(version.uses for version in self._versions.values())
@@ -115,6 +128,15 @@ class ProgramHost:
         """All that are still there, the newest first."""
         newest_first = sorted(self._versions.values(), key=lambda version: -version.number)
         return [(version, self._state(version)) for version in newest_first]
+
+    def resume(self, versions: Sequence[Version], last_number: int) -> None:
+        """Take up what an earlier router left, in place of the program given. Call before ``start``.
+
+        versions: as ``kept`` told them, one at least.
+        """
+        self._history, self._current = list(versions[:-1]), versions[-1]
+        self._versions = {version.program: version for version in versions}
+        self._last_number = last_number
 
     def start(self) -> None:
         """Run the program's ``plan``, if it has one."""
@@ -169,6 +191,7 @@ class ProgramHost:
         while len(self._history) > self._settings.kept:
             self._forget_unused(self._history.pop(0))
         self._drain(old)
+        self._changed()
         return self._current
 
     def roll_back(self) -> Version:
@@ -188,6 +211,7 @@ class ProgramHost:
         level = logging.ERROR if automatic else logging.INFO
         _logger.log(level, "%s was rolled back to %s: %s", old.label, back_to.label, reason)
         self._drain(old)
+        self._changed()
         return back_to
 
     def _take_charge(self, version: Version) -> None:
@@ -196,6 +220,10 @@ class ProgramHost:
         _stop_timer(version)
         self._current = self._versions[version.program] = version
         self.start()
+
+    def _changed(self) -> None:
+        if self.on_change is not None:
+            self.on_change()
 
     def _end_plan(self) -> None:
         if self._plan is not None and not self._plan.done():

@@ -12,7 +12,7 @@ import sys
 import traceback
 import uuid
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from types import ModuleType
 
@@ -30,12 +30,17 @@ _MODULE_PREFIX = "router_program_"
 
 @dataclass(frozen=True, slots=True, eq=False)
 class LoadedProgram:
-    """A program ready to run; compared by identity. name: the file's stem. line: where its class begins."""
+    """A program ready to run; compared by identity. name: the file's stem. line: where its class begins.
+
+    source: what it was made of; None for a class that was given as it is. settings: those that were given.
+    """
 
     name: str
     path: Path
     line: int
     instance: Program
+    source: ProgramSource | None = None
+    settings: Mapping[str, object] = field(default_factory=dict)
 
     @property
     def where(self) -> str:
@@ -143,7 +148,8 @@ def _instantiate(module: ModuleType, source: ProgramSource, settings: Mapping[st
         raise source.fault(source.line_of(cls, error.param), error.message, param=error.param) from error
     except (Exception, SystemExit) as error:  # the wall: a program may raise anything
         raise source.failure(error, fallback=source.line_of(cls)) from error
-    return LoadedProgram(name=source.path.stem, path=source.path, line=source.line_of(cls), instance=instance)
+    line = source.line_of(cls)
+    return LoadedProgram(source.path.stem, source.path, line, instance, source, dict(settings))
 
 
 def _find(program: str) -> Path:
