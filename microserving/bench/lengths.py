@@ -1,0 +1,50 @@
+"""How long prompts and outputs are: a number of tokens, or a distribution of it. Pure."""
+
+from __future__ import annotations
+
+import math
+import random
+from dataclasses import dataclass
+from typing import Literal, get_args
+
+Kind = Literal["fixed", "uniform", "normal", "lognormal", "exponential"]
+_ARGUMENTS: dict[Kind, int] = {"fixed": 1, "uniform": 2, "normal": 2, "lognormal": 2, "exponential": 1}
+FORMS = "600, uniform:400:800, normal:600:100 (deviation), lognormal:600:0.5 (median, sigma), exponential:600"
+
+
+@dataclass(frozen=True, slots=True)
+class Lengths:
+    """Tokens, at least one. text: what it was written as."""
+
+    kind: Kind
+    arguments: tuple[float, ...]
+    text: str
+
+    @classmethod
+    def parse(cls, text: str) -> Lengths:
+        """One of ``FORMS``. Raises ValueError."""
+        name, *rest = text.split(":") if ":" in text else ("fixed", text)
+        kinds = {str(kind): kind for kind in get_args(Kind)}
+        try:
+            arguments = tuple(float(part) for part in rest)
+        except ValueError:
+            arguments = ()
+        good = name in kinds and len(arguments) == _ARGUMENTS[kinds[name]]
+        if not good or not all(0 <= number < 1e7 for number in arguments) or arguments[0] < 1:
+            raise ValueError(f"{text!r} is no length in tokens; write {FORMS}")
+        return cls(kinds[name], arguments, text)
+
+    def sample(self, draw: random.Random) -> int:
+        first, *rest = self.arguments
+        match self.kind:
+            case "fixed":
+                value = first
+            case "uniform":
+                value = draw.uniform(min(first, rest[0]), max(first, rest[0]))
+            case "normal":
+                value = draw.gauss(first, rest[0])
+            case "lognormal":
+                value = draw.lognormvariate(math.log(first), rest[0])
+            case "exponential":
+                value = draw.expovariate(1 / first)
+        return max(1, round(value))

@@ -1,0 +1,272 @@
+"""The streaming client: what it counts, what it calls a failure, and that it agrees with the `openai` package."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import json
+import statistics
+from collections.abc import AsyncGenerator, Iterator, Sequence
+from typing import Any
+
+import httpx
+import pytest
+from openai import AsyncOpenAI
+
+from microserving.bench.client import HttpWire, measure
+from microserving.bench.measurement import Measured
+from microserving.errors import ConfigError
+from microserving.testing.virtual_time import run_virtual
+
+from .mock_server import MockServer, Plan, Transport, listening
+
+BODY = {"model": "mock", "prompt": "a", "stream": True, "stream_options": {"include_usage": True}}
+MESSAGES = [{"role": "user", "content": "a"}]
+
+
+class Script:
+    """A wire that gives these bytes, one after another, 10 ms apart."""
+
+    def __init__(self, *pieces: bytes) -> None:
+        self._pieces = pieces
+
+    async def stream(self, path: str, body: bytes) -> AsyncGenerator[bytes, None]:
+        for piece in self._pieces:
+            await asyncio.sleep(0.01)
+            yield piece
+
+
+def read(*events: dict[str, Any] | str, path: str = "/completions") -> tuple[Measured, str]:
+    """What is written down of a stream of these chunks, the first one after 10 ms, and its text."""
+    pieces = [f"data: {e if isinstance(e, str) else json.dumps(e)}\n\n".encode() for e in events]
+
+    async def run() -> tuple[Measured, str]:
+        record = Measured(0, 0.0)
+        text = await measure(Script(*pieces), path, {}, record, asyncio.get_running_loop().time)
+        return record, text
+
+    return run_virtual(run())
+
+
+def piece(text: str, **more: Any) -> dict[str, Any]:
+    return {"choices": [{"index": 0, "text": text, **more}]}
+
+
+def delta(**fields: Any) -> dict[str, Any]:
+    return {"choices": [{"index": 0, "delta": fields}]}
+
+
+END = piece("", finish_reason="stop")
+
+
+@pytest.mark.case("MT-07")
+@pytest.mark.parametrize(
+    "usage",
+    [
+        [{"choices": [], "usage": {"prompt_tokens": 3, "completion_tokens": 2}}],
+        [{"usage": {"prompt_tokens": 3, "completion_tokens": 2}}],
+        [piece("") | {"usage": {"prompt_tokens": 3, "completion_tokens": 2}}],
+    ],
+)
+def test_tokens_are_the_servers_own_count_wherever_it_stands(usage: list[dict[str, Any]]) -> None:
+    record, text = read(piece("a"), piece("b"), END, *usage, "[DONE]")
+    assert (record.prompt_tokens, record.output_tokens, record.usage) == (3, 2, True)
+    assert (text, record.finish, record.error, record.disagrees) == ("ab", "stop", None, False)
+
+
+def test_without_usage_the_pieces_are_counted() -> None:
+    assert read(piece("a"), piece("b"), END, "[DONE]")[0].output_tokens == 2
+    with_ids = read(piece("a", token_ids=[1, 2]), piece("", token_ids=[3]), END, "[DONE]")[0]
+    assert (with_ids.output_tokens, len(with_ids.pieces), with_ids.usage) == (3, 2, False)
+
+
+def test_a_server_that_counts_fewer_than_came_is_told_of() -> None:
+    wrong = {"choices": [], "usage": {"prompt_tokens": 3, "completion_tokens": 1}}
+    assert read(piece("a"), piece("b"), END, wrong, "[DONE]")[0].disagrees
+
+
+@pytest.mark.case("API-41")
+def test_a_chunk_without_content_is_no_first_token() -> None:
+    events = [delta(role="assistant", content=""), delta(), delta(content="a"), delta(content="b")]
+    record, text = read(
+        *events, piece("", delta={}, finish_reason="stop"), "[DONE]", path="/chat/completions"
+    )
+    assert record.pieces == pytest.approx([0.03, 0.04])
+    assert (record.completed, record.ended) == (pytest.approx(0.05), pytest.approx(0.06))
+    assert text == "ab"
+
+
+@pytest.mark.parametrize("field", ["reasoning_content", "tool_calls", "content"])
+def test_reasoning_and_tool_calls_are_output(field: str) -> None:
+    value: Any = [{"index": 0}] if field == "tool_calls" else "a"
+    record, _ = read(delta(**{field: value}), END, "[DONE]")
+    assert record.ttft == pytest.approx(0.01)
+
+
+@pytest.mark.parametrize(
+    ("events", "error"),
+    [
+        ([piece("a")], "the stream was cut off"),
+        ([], "the stream was cut off"),
+        (["x"], "a chunk is not JSON"),
+        (["[]"], "a chunk is no object"),
+        ([piece("a"), {"error": {"code": "engine_unavailable", "message": "m"}}], "engine_unavailable"),
+        ([{"error": "m"}], "error"),
+    ],
+)
+def test_what_is_no_whole_answer_has_failed(events: Sequence[Any], error: str) -> None:
+    record, _ = read(*events)
+    assert (record.error, record.ok) == (error, False)
+
+
+def test_a_record_survives_json() -> None:
+    record, _ = read(piece("a"), piece("b"), END, "[DONE]")
+    record.pieces = [0.01, 0.02]
+    assert Measured.from_dict(json.loads(json.dumps(record.as_dict()))) == Measured(
+        0, 0.0, sent=0.0, pieces=[0.01, 0.02], completed=0.03, ended=0.04, output_tokens=2, piece_tokens=2, finish="stop"
+    )  # fmt: skip
+
+
+# The `openai` package times its own stream
+
+
+def shared_plans() -> Iterator[Plan]:
+    for number in itertools.count():
+        yield Plan(
+            0.1 + number % 7 / 20, tuple(0.01 + i % 5 / 100 for i in range(20 + number % 3)), role_first=True
+        )
+
+
+async def timed(client: AsyncOpenAI, chat: bool) -> tuple[float, float, float, int]:
+    """TTFT, TPOT, the time of the whole, and the tokens, as who uses the package would take them."""
+    clock = asyncio.get_running_loop().time
+    begin, marks, tokens = clock(), [], 0
+    options: dict[str, Any] = {"model": "mock", "stream": True, "stream_options": {"include_usage": True}}
+    if chat:
+        stream = await client.chat.completions.create(messages=MESSAGES, **options)
+    else:
+        stream = await client.completions.create(prompt="a", **options)
+    async for chunk in stream:
+        choice = chunk.choices[0] if chunk.choices else None
+        if choice and (choice.delta.content if chat else choice.text):
+            marks.append(clock())
+        if chunk.usage:
+            tokens = chunk.usage.completion_tokens
+    return marks[0] - begin, (marks[-1] - marks[0]) / (tokens - 1), clock() - begin, tokens
+
+
+def ours(record: Measured) -> tuple[float, float, float, int]:
+    assert record.error is None
+    assert record.ttft_from_sent is not None
+    assert record.tpot is not None
+    assert record.jct_from_sent is not None
+    return record.ttft_from_sent, record.tpot, record.jct_from_sent, record.output_tokens
+
+
+@pytest.mark.parametrize("chat", [False, True])
+def test_it_agrees_with_the_openai_package(chat: bool) -> None:
+    """The same answers in virtual time, where nothing but the definitions can differ."""
+    path, body = ("/chat/completions", {"messages": MESSAGES}) if chat else ("/completions", {"prompt": "a"})
+
+    async def run() -> None:
+        clock = asyncio.get_running_loop().time
+        for plan in itertools.islice(shared_plans(), 12):
+            server = MockServer(itertools.repeat(plan))
+            record = Measured(0, clock())
+            await measure(server, path, body, record, clock)
+            http = httpx.AsyncClient(transport=Transport(server), trust_env=False, verify=False)
+            async with AsyncOpenAI(base_url="http://mock/v1", api_key="none", http_client=http) as client:
+                assert ours(record) == pytest.approx(await timed(client, chat), rel=0.05)
+
+    run_virtual(run())
+
+
+def test_both_agree_with_the_server_over_a_real_socket() -> None:
+    """Each against what the server wrote down of the very same request, so that a busy machine delays both alike."""
+
+    async def run() -> tuple[list[float], list[float]]:
+        server = MockServer(itertools.repeat(Plan(0.15, (0.01,) * 20)))
+        clock = asyncio.get_running_loop().time
+        bench, package = [], []
+        async with listening(server) as url:
+            wire = HttpWire(url)
+            http = httpx.AsyncClient(trust_env=False, verify=False)
+            async with AsyncOpenAI(base_url=url, api_key="none", http_client=http, max_retries=0) as client:
+                await timed(client, False)  # it loads code and connects
+                for _ in range(7):
+                    record = Measured(0, clock())
+                    await measure(wire, "/completions", BODY, record, clock)
+                    bench.append(deviation(ours(record), server))
+                    package.append(deviation(await timed(client, False), server))
+            await wire.close()
+        return bench, package
+
+    def deviation(found: tuple[float, float, float, int], server: MockServer) -> float:
+        """The largest of the three times, against the truth."""
+        last = server.served[-1]
+        ttft, tpot = last.pieces[0] - last.came, (last.pieces[-1] - last.pieces[0]) / 20
+        truth = (ttft, tpot, last.ended - last.came)
+        assert found[3] == last.plan.output_tokens
+        return max(abs(one / true - 1) for one, true in zip(found, truth, strict=False))
+
+    bench, package = asyncio.run(run())
+    assert statistics.median(bench) < 0.02
+    assert statistics.median(package) < 0.05
+
+
+# HTTP
+
+
+async def refused(status: int, body: bytes) -> str | None:
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.readuntil(b"\r\n\r\n")
+        writer.write(b"HTTP/1.1 %d No\r\ncontent-length: %d\r\n\r\n%b" % (status, len(body), body))
+        await writer.drain()
+        writer.close()
+
+    server = await asyncio.start_server(serve, "127.0.0.1", 0)
+    async with server:
+        wire = HttpWire(f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}", api_key="k")
+        record = Measured(0, 0.0)
+        await measure(wire, "/completions", BODY, record, asyncio.get_running_loop().time)
+        await wire.close()
+    return record.error
+
+
+@pytest.mark.parametrize(
+    ("status", "body", "error"),
+    [
+        (503, b'{"error": {"code": "overloaded", "type": "server_error"}}', "503 overloaded"),
+        (400, b'{"error": {"code": null, "type": "invalid_request_error"}}', "400 invalid_request_error"),
+        (502, b"<html>", "502"),
+        (500, b'"x"', "500"),
+    ],
+)
+def test_a_refusal_is_named(status: int, body: bytes, error: str) -> None:
+    assert asyncio.run(refused(status, body)) == error
+
+
+def test_nobody_there_and_no_answer_in_time() -> None:
+    async def run() -> list[str | None]:
+        clock = asyncio.get_running_loop().time
+        server = MockServer(itertools.repeat(Plan(60.0)))
+        records = [Measured(0, 0.0), Measured(1, 0.0)]
+        async with listening(server) as url:
+            slow = HttpWire(url, timeout_s=0.05)
+            await measure(slow, "/completions", BODY, records[0], clock)
+            await slow.close()
+        gone = HttpWire(url)
+        await measure(gone, "/completions", BODY, records[1], clock)
+        await gone.close()
+        return [record.error for record in records]
+
+    timeout, nobody = asyncio.run(run())
+    assert timeout == "timeout"
+    assert nobody is not None
+    assert nobody.startswith("connection: ")
+
+
+@pytest.mark.parametrize("url", ["", "127.0.0.1:8000", "ftp://x/v1", "http://", "http://ä/v1"])
+def test_what_is_no_address(url: str) -> None:
+    with pytest.raises(ConfigError, match="is no address of a server"):
+        HttpWire(url)
