@@ -5,7 +5,7 @@ A FastAPI app (`/docs`, `/openapi.json`) around hot routes that it does not touc
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
 
 from fastapi import APIRouter, FastAPI
@@ -113,10 +113,12 @@ def create_front(
     control: APIRouter | None = None,
     lifespan: Lifespan[FastAPI] | None = None,
     alive: Callable[[], bool] | None = None,
+    check_ready: Callable[[], Awaitable[None]] | None = None,
 ) -> FastAPI:
     """An ASGI app. hot_routes, control (a ``control_router``): what the caller serves beside `/v1`.
 
-    alive: what `/health` tells (default: always, as it answers).
+    alive: what `/health` tells (default: always, as it answers). check_ready: raises the error that `/ready` answers with
+    although the backend is ready.
     """
     settings = settings or FrontSettings()
     front = OpenAIFront(backend, settings)
@@ -131,7 +133,7 @@ def create_front(
     router.add_api_route("/v1/models", front.models, response_model=ModelList)
     router.add_api_route("/v1/models/{model_id:path}", front.model, response_model=ModelCard)
     router.add_api_route("/health", _health(alive), response_model=Status)
-    router.add_api_route("/ready", front.ready, response_model=Status)
+    router.add_api_route("/ready", _ready(front, check_ready), response_model=Status)
     app.include_router(router)
     if control is not None:
         app.include_router(control)
@@ -173,6 +175,17 @@ def _health(alive: Callable[[], bool] | None) -> Callable[[], Any]:
         return Status(status="ok")
 
     return health
+
+
+def _ready(front: OpenAIFront, check: Callable[[], Awaitable[None]] | None) -> Callable[[], Any]:
+    async def ready() -> Status:
+        """Whether a request sent now would be served."""
+        status = await front.ready()
+        if check is not None:
+            await check()
+        return status
+
+    return ready
 
 
 async def _unknown_route(_: Request, __: Exception) -> Response:

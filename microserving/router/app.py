@@ -35,6 +35,7 @@ from microserving.router.health import HealthMonitor, ProbeSettings
 from microserving.router.program_host import HostSettings, ProgramHost
 from microserving.router.program_loader import load_program
 from microserving.router.program_memory import ProgramMemory
+from microserving.router.readiness import Readiness
 from microserving.router.retries import RetrySettings
 from microserving.router.stats import RouterFigures, RouterStats
 
@@ -96,6 +97,7 @@ class Router:
             title="microserving router",
             control=control,
             lifespan=self._lifespan,
+            check_ready=Readiness(self._host, self._registry.cluster, self._deployer).check,
         )
         self.admin_app: FastAPI = create_admin_app(
             ProgramAdmin(self._host, self._deployer).router(), EngineAdmin(self._registry).router()

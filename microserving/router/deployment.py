@@ -32,9 +32,14 @@ class Deployer:
         self._helper = DryRunHelper()
         self._lock = asyncio.Lock()
 
-    async def check(self, source: ProgramSource, settings: Mapping[str, object]) -> ProgramFacts:
-        """Try a program without deploying it. Raises ProgramError, ``file:line: ...``."""
-        job = DryRun(source, dict(settings), self._roles(), self._dry_run_timeout_s)
+    async def check(
+        self, source: ProgramSource, settings: Mapping[str, object], roles: Roles | None = None
+    ) -> ProgramFacts:
+        """Try a program without deploying it. roles: of the engines in memory, instead of those that there are.
+
+        Raises ProgramError, ``file:line: ...``.
+        """
+        job = DryRun(source, dict(settings), roles or self._roles(), self._dry_run_timeout_s)
         return await self._helper.dry_run(job)
 
     async def deploy(self, source: ProgramSource, settings: Mapping[str, object]) -> Version:
