@@ -183,7 +183,7 @@ def test_a_trace(tmp_path: Path) -> None:
         {"timestamp": 8500.5, "messages": [{"role": "user", "content": "Hi"}], "output_tokens": 5},
     )
     entries = read_trace(path, milliseconds=True)
-    assert offsets(entries) == [0.0, 0.5005, 1.0]
+    assert offsets(entries) == pytest.approx([0.0, 0.5005, 1.0])
     trace = Trace(STYLE, entries, "t")
     asks = [first(trace, number) for number in range(len(trace))]
     assert words(asks[0].body["prompt"]) == 12
