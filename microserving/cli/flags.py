@@ -46,8 +46,8 @@ def shown_default(field: FieldInfo, in_force: object = None) -> str:
     if field.is_required():
         return "must be given"
     value = field.get_default(call_default_factory=True)
-    value = in_force if value is None else value
-    return "default: none" if value is None or value == () else f"default: {value}"
+    value = in_force if value in (None, ()) and in_force is not None else value
+    return "default: none" if value in (None, ()) else f"default: {value}"
 
 
 def config_from(
@@ -82,7 +82,7 @@ def _value_form(annotation: Any) -> dict[str, Any]:
     if kind is Path:
         return {"type": Path, "metavar": "PATH"}
     if get_origin(kind) is tuple:
-        return {"metavar": "A,B,..."}
+        return {"metavar": "A,B,...", "action": "append"}
     return {"metavar": "TEXT"}
 
 

@@ -10,7 +10,7 @@ from microserving.engine.config import EngineConfig
 
 HELP_TEXTS = {
     "model": "a model of the catalog (`microserving model list`), a GGUF file, or a Hugging Face directory",
-    "served_model_name": "the model's name in the API",
+    "served_model_name": "names of the model in the API: may be given several times; answers have the one that was asked for",
     "serving_bind": "address to listen on; beyond loopback prefill and decode need --cluster-secret-file",
     "port": "port to listen on; 0 = any free one",
     "node_role": "what the engine is for; hybrid serves OpenAI clients by itself and takes every verb",

@@ -20,6 +20,7 @@ from pydantic.fields import FieldInfo
 from microserving.cluster.addresses import Address, parse_address
 from microserving.engine.config import EngineConfig, NodeRole
 from microserving.errors import ConfigError
+from microserving.protocol.names import ModelNames
 from microserving.router.config import RouterConfig
 
 OWNED_ENGINE_FIELDS: Mapping[str, str] = MappingProxyType(
@@ -114,7 +115,7 @@ class ModelSection(_Section):
     """`[model]`. name: a model of the catalog, a GGUF file or a HF directory."""
 
     name: str = Field(default=EngineConfig.model_fields["model"].default, min_length=1)
-    served_model_name: str | None = Field(default=None, min_length=1)
+    served_model_name: ModelNames = ()
 
 
 class RouterSection(_Section):
@@ -171,7 +172,7 @@ class ClusterConfig(_Section):
         """What the file says about ``node`` in terms of ``EngineConfig``: defaults are left out."""
         given: dict[str, Any] = {"model": self.model.name, "node_id": node.id, "node_role": node.role}
         optional = {
-            "served_model_name": self.model.served_model_name,
+            "served_model_name": self.model.served_model_name or None,
             "rank": node.rank or None,
             "kv_cache_bytes": node.resources.memory_bytes,
             "threads": node.resources.compute_units,

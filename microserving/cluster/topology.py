@@ -63,8 +63,8 @@ class Topology:
 
     @property
     def served_model_name(self) -> str | None:
-        """The name that the file gives the model, if it gives one."""
-        return self.engines[0].config.served_model_name
+        """The first name that the file gives the model, if it gives one."""
+        return next(iter(self.engines[0].config.served_model_name), None)
 
 
 def plan(

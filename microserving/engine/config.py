@@ -9,6 +9,7 @@ from typing import Literal
 from pydantic import BaseModel, ConfigDict, Field
 
 from microserving.protocol.kv_layout import Activations, KVDtype
+from microserving.protocol.names import ModelNames
 from microserving.scheduler import PrefixCacheKind, SchedulerConfig
 
 NodeRole = Literal["hybrid", "prefill", "decode"]
@@ -24,14 +25,15 @@ class EngineConfig(BaseModel):
 
     max_itl_ratio: how much longer than its decodes alone a step with prompt tokens may take. memory_threshold: the share
     of the KV pool that may be in use when another request starts beside others. max_sequences counts active and waiting
-    requests, ingestion_queue_size those that wait. shutdown_timeout_s: how long running requests may take to finish when
-    the engine is told to stop.
+    requests, ingestion_queue_size those that wait. served_model_name: the names that clients may use; the model's own
+    when there is none. shutdown_timeout_s: how long running requests may take to finish when the engine is told to stop; None: ``DRAIN_S`` on a hybrid engine, whose clients have nobody else, and no time on one
+    behind a router, where they go on elsewhere.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
     model: str = "smollm2-135m-instruct"
-    served_model_name: str | None = None
+    served_model_name: ModelNames = ()
     serving_bind: str = "127.0.0.1"
     port: int = Field(8000, ge=0, le=65535)
     node_role: NodeRole = "hybrid"

@@ -8,7 +8,7 @@ from microserving.front.app import create_front
 from microserving.front.backend import Backend, ServedModel
 from microserving.front.control import control_router
 from microserving.front.exchange import Endpoint, Exchange, Handler
-from microserving.front.openai_api import check_model, parse_request, tokenize
+from microserving.front.openai_api import parse_request, tokenize
 from microserving.front.openapi import HotRoute
 from microserving.front.serving import bind_listener, run_on_uvloop, serve_app
 from microserving.front.settings import FrontSettings
@@ -24,7 +24,6 @@ __all__ = [
     "HotRoute",
     "ServedModel",
     "bind_listener",
-    "check_model",
     "control_router",
     "create_front",
     "parse_request",

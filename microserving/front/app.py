@@ -23,6 +23,7 @@ from microserving.front.chat import ChatFront
 from microserving.front.control import control_router, error_response, plain_response
 from microserving.front.cors import Cors
 from microserving.front.exchange import Endpoint
+from microserving.front.models import ModelsFront
 from microserving.front.openai_api import OpenAIFront
 from microserving.front.openapi import HotRoute, add_hot_routes
 from microserving.front.settings import BodyLimits, FrontSettings
@@ -130,10 +131,11 @@ def create_front(
     ]
     app = FrontApp(title, [*own, *hot_routes], settings, _limits_of(backend, settings), lifespan=lifespan)
     router = control_router()
-    router.add_api_route("/v1/models", front.models, response_model=ModelList)
-    router.add_api_route("/v1/models/{model_id:path}", front.model, response_model=ModelCard)
+    models = ModelsFront(backend, check_ready)
+    router.add_api_route("/v1/models", models.models, response_model=ModelList)
+    router.add_api_route("/v1/models/{model_id:path}", models.model, response_model=ModelCard)
     router.add_api_route("/health", _health(alive), response_model=Status)
-    router.add_api_route("/ready", _ready(front, check_ready), response_model=Status)
+    router.add_api_route("/ready", models.ready, response_model=Status)
     app.include_router(router)
     if control is not None:
         app.include_router(control)
@@ -175,17 +177,6 @@ def _health(alive: Callable[[], bool] | None) -> Callable[[], Any]:
         return Status(status="ok")
 
     return health
-
-
-def _ready(front: OpenAIFront, check: Callable[[], Awaitable[None]] | None) -> Callable[[], Any]:
-    async def ready() -> Status:
-        """Whether a request sent now would be served."""
-        status = await front.ready()
-        if check is not None:
-            await check()
-        return status
-
-    return ready
 
 
 async def _unknown_route(_: Request, __: Exception) -> Response:

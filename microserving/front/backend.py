@@ -7,21 +7,32 @@ the router in front of it serve the same bytes.
 from __future__ import annotations
 
 from collections.abc import AsyncIterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
+from microserving.errors import ModelNotFound
+from microserving.observability import escape_controls
 from microserving.protocol.generation import GenerationChunk, GenerationRequest
 from microserving.tokenizer import Tokenizer
 
 
 @dataclass(frozen=True, slots=True)
 class ServedModel:
-    """A model as `/v1/models` shows it. max_context: prompt plus output tokens."""
+    """A model as `/v1/models` shows it. max_context: prompt plus output tokens. aliases: further names of it."""
 
     id: str
     max_context: int
     created: int
     owned_by: str = "microserving"
+    aliases: tuple[str, ...] = ()
+
+    def named(self, name: str | None) -> ServedModel:
+        """The model under the name that it was asked for. Raises ModelNotFound when that is none of its names."""
+        if name is None or name == self.id:
+            return self
+        if name not in self.aliases:
+            raise ModelNotFound(f"the model '{escape_controls(name[:64])}' does not exist", param="model")
+        return replace(self, id=name, aliases=(self.id, *(other for other in self.aliases if other != name)))
 
 
 class Backend(Protocol):

@@ -12,7 +12,7 @@ import time
 from collections.abc import Awaitable, Callable, Sequence
 from typing import TypeVar
 
-from microserving.errors import InvalidRequest, ModelNotFound, NoEngine
+from microserving.errors import InvalidRequest
 from microserving.front.backend import Backend, ServedModel
 from microserving.front.client_headers import routing_headers
 from microserving.front.deadline import remaining_s
@@ -25,8 +25,8 @@ from microserving.front.generations import (
     resolve_max_tokens,
     run_generations,
 )
+from microserving.front.models import ModelsFront
 from microserving.front.settings import FrontSettings
-from microserving.observability import escape_controls
 from microserving.protocol.body import (
     WireModel,
     header_value,
@@ -46,9 +46,6 @@ from microserving.protocol.responses import (
     AnswerShape,
     CompletionShape,
     FinishedChoice,
-    ModelCard,
-    ModelList,
-    Status,
     Usage,
 )
 from microserving.tokenizer import Tokenizer
@@ -81,13 +78,6 @@ async def tokenize(prompts: Sequence[Prompt], tokenizer: Tokenizer, *, max_conte
     return await off_loop(size, lambda: [_token_ids(prompt, tokenizer, max_context) for prompt in prompts])
 
 
-def check_model(name: str | None, served: ServedModel) -> str:
-    """The model name to answer with. Raises ModelNotFound when ``name`` is not the served model."""
-    if name is not None and name != served.id:
-        raise ModelNotFound(f"the model '{escape_controls(name[:64])}' does not exist", param="model")
-    return served.id
-
-
 class OpenAIFront:
     """The handlers, and what they share with the chat's (``front.chat``). Holds no state of requests."""
 
@@ -95,6 +85,7 @@ class OpenAIFront:
         self, backend: Backend, settings: FrontSettings, clock: Callable[[], float] = time.time
     ) -> None:
         self._backend = backend
+        self.served = ModelsFront(backend).served
         self.settings = settings
         self._clock = clock
 
@@ -114,41 +105,6 @@ class OpenAIFront:
             for prompt in prompts
         ]
         await self.answer(exchange, CompletionShape, fields, model, prompts, limits)
-
-    async def models(self) -> ModelList:
-        """GET `/v1/models`."""
-        return ModelList(data=[_model_card(await self._known(None))])
-
-    async def model(self, model_id: str) -> ModelCard:
-        """GET `/v1/models/{model_id}`."""
-        return _model_card(await self._known(model_id))
-
-    async def ready(self) -> Status:
-        """GET `/ready`: whether a request sent now would be served."""
-        await self.served(None)
-        return Status(status="ready")
-
-    async def _known(self, name: str | None) -> ServedModel:
-        """The served model, also while nothing serves it. Raises NoEngine while it is unknown, ModelNotFound."""
-        model = self._backend.model
-        if model is None:
-            return (await self.served(name))[0]
-        check_model(name, model)
-        return model
-
-    async def served(self, name: str | None) -> tuple[ServedModel, Tokenizer]:
-        """The model that serves a request for ``name``. Raises NoEngine while nothing does, ModelNotFound."""
-        backend = self._backend
-        ready = backend.ready
-        if not ready:
-            await backend.refresh()
-            ready = backend.ready
-        model, tokenizer = backend.model, backend.tokenizer
-        if model is not None:
-            check_model(name, model)
-        if not ready or model is None or tokenizer is None:
-            raise NoEngine("no engine is ready to serve this", retry_after_s=1)
-        return model, tokenizer
 
     async def answer(
         self,
@@ -280,12 +236,6 @@ def _joined(chunks: Sequence[GenerationChunk]) -> FinishedChoice:
         text="".join(chunk.text for chunk in chunks),
         token_ids=tuple(token for chunk in chunks for token in chunk.token_ids),
         finish_reason=last.finish_reason,
-    )
-
-
-def _model_card(model: ServedModel) -> ModelCard:
-    return ModelCard(
-        id=model.id, created=model.created, owned_by=model.owned_by, max_model_len=model.max_context
     )
 
 

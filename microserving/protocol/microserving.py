@@ -159,7 +159,7 @@ class MatchPrefixAnswer(WireModel):
 class EngineInfo(WireModel):
     """GET `/microserving/info`: what an engine is. transports: name -> public description.
 
-    cluster_secret_id: ``kv_descriptor.secret_id``: "" without a secret, None of engines that do not tell.
+    aliases: further names of the model. cluster_secret_id: ``kv_descriptor.secret_id``: "" without a secret, None of engines that do not tell.
     """
 
     protocol_version: int
@@ -177,6 +177,7 @@ class EngineInfo(WireModel):
     created: int
     transports: dict[str, dict[str, str | int]]
     cluster_secret_id: str | None = None
+    aliases: list[str] = Field(default_factory=list)
 
 
 class EngineCounters(WireModel):

@@ -9,6 +9,7 @@ from urllib.parse import urlsplit
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
 from microserving.protocol.addresses import is_loopback
+from microserving.protocol.names import Names, split_names
 
 Setting = str | int | float | bool
 """A program setting as a configuration file or a command line gives it; the program's own type decides."""
@@ -28,11 +29,6 @@ def peer_url(text: str) -> str:
     return f"{url.scheme}://{url.netloc}"
 
 
-def _split(value: object) -> object:
-    """A comma-separated list, as flags have it."""
-    return [part.strip() for part in value.split(",") if part.strip()] if isinstance(value, str) else value
-
-
 def _unique(peers: tuple[str, ...]) -> tuple[str, ...]:
     for peer in peers:
         if peers.count(peer) > 1:
@@ -41,11 +37,10 @@ def _unique(peers: tuple[str, ...]) -> tuple[str, ...]:
 
 
 Peers = Annotated[
-    tuple[Annotated[str, AfterValidator(peer_url)], ...], BeforeValidator(_split), AfterValidator(_unique)
+    tuple[Annotated[str, AfterValidator(peer_url)], ...],
+    BeforeValidator(split_names),
+    AfterValidator(_unique),
 ]
-
-
-Names = Annotated[tuple[str, ...], BeforeValidator(_split)]
 
 
 class RouterConfig(BaseModel):

@@ -125,7 +125,7 @@ class HealthMonitor:
                 try:
                     async with asyncio.timeout(self._settings.timeout_s):
                         info = await peer.client.probe(self._settings.connect_timeout_s)
-                    if self._served_model not in (None, info.model):
+                    if self._served_model not in (None, info.model, *info.aliases):
                         self._registry.refuse(peer, f"it serves {info.model}, not {self._served_model}")
                     elif self._registry.admit(peer, info):
                         await self._learn(peer, info)
@@ -186,7 +186,10 @@ class HealthMonitor:
             # Meanwhile any of them may have gone down, this one included.
             contexts = [up.client.info.max_context for up in self._registry.up if up.client.info is not None]
             smallest = min([info.max_context, *contexts])
-            self.model = ServedModel(id=info.model, max_context=smallest, created=info.created)
+            names = [info.model, *info.aliases]
+            own = names[0] if self._served_model is None else self._served_model
+            aliases = tuple(name for name in names if name != own)
+            self.model = ServedModel(own, max_context=smallest, created=info.created, aliases=aliases)
 
     async def _tokenizer_of(self, peer: Peer) -> Tokenizer:
         if not peer.client.verbs_only:

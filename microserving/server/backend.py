@@ -17,7 +17,9 @@ class EngineBackend:
         self._engine = services.engine
         self._begin = begin
         info = services.info
-        self._model = ServedModel(id=info.model, max_context=info.max_context, created=info.created)
+        self._model = ServedModel(
+            id=info.model, max_context=info.max_context, created=info.created, aliases=tuple(info.aliases)
+        )
         self._tokenizer = services.tokenizer
 
     @property

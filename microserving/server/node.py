@@ -161,6 +161,7 @@ def _info(config: EngineConfig, parts: EngineParts, identity: EngineIdentity, ma
         model=parts.model_name,
         model_hash=parts.model_hash,
         kv_layout_hash=parts.layout.hash,
+        aliases=list(config.served_model_name[1:]),
         kv_bytes_per_token=parts.layout.bytes_per_token,
         page_size=parts.layout.page_size,
         total_pages=parts.runner.total_pages,

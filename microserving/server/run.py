@@ -94,7 +94,7 @@ def open_parts(config: EngineConfig, transport: Transport, progress: Progress) -
         tokenizer=tokenizer,
         transport=transport,
         layout=layout,
-        model_name=config.served_model_name or model.name,
+        model_name=next(iter(config.served_model_name), model.name),
         model_hash=model_hash,
         secret=secret,
     )

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from typing import TypeVar
 
 from microserving.errors import InvalidRequest
-from microserving.front import Exchange, FrontSettings, HotRoute, check_model, parse_request, tokenize
+from microserving.front import Exchange, FrontSettings, HotRoute, parse_request, tokenize
 from microserving.front.deadline import before_deadline, remaining_s
 from microserving.front.generations import check_vocabulary, pick_seed, resolve_max_tokens
 from microserving.front.openai_api import stream_answer, whole_answer
@@ -175,7 +175,7 @@ class Verbs:
 
     def _parse(self, exchange: Exchange, model: type[VerbRequestT]) -> VerbRequestT:
         fields = parse_request(exchange, model, strict=self._settings.strict_fields)
-        check_model(fields.model, self._model)
+        self._model.named(fields.model)
         return fields
 
     async def _prompt(self, fields: VerbRequest) -> list[int]:

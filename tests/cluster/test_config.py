@@ -129,7 +129,7 @@ def test_node_settings_stand_over_engine_settings() -> None:
         ],
     }
     config = parse_cluster_config(data, "x")
-    common = {"model": "m", "served_model_name": "s", "node_role": "hybrid", "kv_dtype": "float32"}
+    common = {"model": "m", "served_model_name": ("s",), "node_role": "hybrid", "kv_dtype": "float32"}
     assert config.engine_settings(config.nodes[0]) == common | {"node_id": "a", "chunk_size_tokens": 128}
     assert config.engine_settings(config.nodes[1]) == common | {
         "node_id": "b",
