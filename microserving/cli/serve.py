@@ -6,7 +6,7 @@ import argparse
 
 from microserving.cli.flags import add_config_flags, config_from
 from microserving.cli.logs import start_logging
-from microserving.engine.config import EngineConfig
+from microserving.engine.config import DRAIN_S, EngineConfig
 
 HELP_TEXTS = {
     "model": "a model of the catalog (`microserving model list`), a GGUF file, or a Hugging Face directory",
@@ -34,8 +34,8 @@ HELP_TEXTS = {
     "reserve_wait_s": "seconds that prep_recv waits for free pages before it answers 503",
     "lease_ttl_s": "seconds that a reservation lives without being renewed",
     "transfer_timeout_s": "seconds without an answer from the receiver after which a hand-off has failed",
-    "shutdown_timeout_s": "seconds that running requests may take to finish when the engine is told to stop; behind a "
-    "router they go on elsewhere",
+    "shutdown_timeout_s": "seconds that running requests may take to finish when the engine is told to stop; told a "
+    "second time it ends at once",
     "cluster_secret_file": "file with the cluster's secret (16 bytes or more) that signs KV descriptors",
     "api_key_file": "file with the API keys that callers need, one a line; a router is given one of them",
     "runtime_dir": "private directory for the sockets between engines of one machine; all must name the same",
@@ -62,6 +62,7 @@ def in_force() -> dict[str, object]:
         "max_context": "what the model was trained for",
         "runtime_dir": default_runtime_dir(),
         "cache_dir": default_cache_dir(),
+        "shutdown_timeout_s": f"{DRAIN_S:g} on a hybrid engine, 0 on others: behind a router they go on elsewhere",
     }
 
 

@@ -151,7 +151,7 @@ class Launcher:
 
     def _engine_spec(self, node: EngineNode) -> ProcessSpec:
         command = self._commands.engine(node)
-        drain_s = node.config.shutdown_timeout_s
+        drain_s = node.config.drain_s
         return ProcessSpec(node.config.node_id, command, ready=node.address, cpus=node.cpus, drain_s=drain_s)
 
     def _router_spec(self, node: RouterNode) -> ProcessSpec:

@@ -15,12 +15,9 @@ from pydantic import BaseModel, ValidationError
 from microserving.cluster.addresses import Address, claim_ports, parse_address
 from microserving.cluster.config import ClusterConfig, NodeSection, RouterSection
 from microserving.cluster.runtime_dir import ADMIN_SOCKET, PROGRAM_STATE
-from microserving.engine.config import EngineConfig
+from microserving.engine.config import DRAIN_S, EngineConfig
 from microserving.errors import ConfigError
 from microserving.router.config import RouterConfig
-
-DRAIN_S = 10.0
-"""How long the requests that run may take to finish when the cluster is told to stop, unless the file says."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,11 +81,11 @@ def plan(
     shares = _cpu_shares(config.nodes, cpus)
     common = {"cluster_secret_file": secret_file, "runtime_dir": runtime_dir}
     # Behind a router nothing runs on an engine that the cluster tells to stop.
-    alone: dict[str, Any] = {} if router is not None else {"shutdown_timeout_s": DRAIN_S}
+    behind: dict[str, Any] = {} if router is None else {"shutdown_timeout_s": 0.0}
     if cache_dir is not None:
         common["cache_dir"] = cache_dir
     engines = tuple(
-        _engine_node(alone | config.engine_settings(node) | common, addresses[f"node {node.id}"], share)
+        _engine_node(behind | config.engine_settings(node) | common, addresses[f"node {node.id}"], share)
         for node, share in zip(config.nodes, shares, strict=True)
     )
     return Topology(

@@ -13,6 +13,8 @@ from microserving.protocol.names import ModelNames
 from microserving.scheduler import PrefixCacheKind, SchedulerConfig
 
 NodeRole = Literal["hybrid", "prefill", "decode"]
+DRAIN_S = 10.0
+"""How long running requests may take to finish when their server is told to stop, unless it is told how long."""
 
 
 def available_cpus() -> int:
@@ -26,8 +28,9 @@ class EngineConfig(BaseModel):
     max_itl_ratio: how much longer than its decodes alone a step with prompt tokens may take. memory_threshold: the share
     of the KV pool that may be in use when another request starts beside others. max_sequences counts active and waiting
     requests, ingestion_queue_size those that wait. served_model_name: the names that clients may use; the model's own
-    when there is none. shutdown_timeout_s: how long running requests may take to finish when the engine is told to stop; None: ``DRAIN_S`` on a hybrid engine, whose clients have nobody else, and no time on one
-    behind a router, where they go on elsewhere.
+    when there is none. shutdown_timeout_s: how long running requests may take to finish when the engine is told to stop;
+    None: ``DRAIN_S`` on a hybrid engine, whose clients have nobody else, and no time on one behind a router, where they
+    go on elsewhere.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
@@ -57,12 +60,19 @@ class EngineConfig(BaseModel):
     reserve_wait_s: float = Field(5.0, ge=0, le=3600)
     lease_ttl_s: float = Field(30.0, gt=0, le=3600)
     transfer_timeout_s: float = Field(30.0, gt=0, le=3600)
-    shutdown_timeout_s: float = Field(0.0, ge=0)
+    shutdown_timeout_s: float | None = Field(None, ge=0)
     cluster_secret_file: Path | None = None
     api_key_file: Path | None = None
     runtime_dir: Path | None = None
     cache_dir: Path | None = None
     strict_fields: bool = False
+
+    @property
+    def drain_s(self) -> float:
+        """``shutdown_timeout_s`` as it holds."""
+        if self.shutdown_timeout_s is not None:
+            return self.shutdown_timeout_s
+        return DRAIN_S if self.node_role == "hybrid" else 0.0
 
     def scheduler_config(self, total_pages: int, page_size: int) -> SchedulerConfig:
         """The scheduler's part of it, for a pool of that size."""

@@ -120,7 +120,7 @@ class Router:
         self._admission.close()
         if (running := self._admission.admitted) and self._config.shutdown_timeout_s:
             _logger.warning(
-                "waiting at most %g s for running requests to finish: %d",
+                "waiting at most %g s for running requests to finish (told again: not at all): %d",
                 self._config.shutdown_timeout_s,
                 running,
             )

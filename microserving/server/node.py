@@ -65,7 +65,7 @@ class EngineNode:
         )
         self._transport = parts.transport
         self._total_pages = parts.runner.total_pages
-        self._shutdown_timeout_s = config.shutdown_timeout_s
+        self._drain_s = config.drain_s
         keys = None if config.api_key_file is None else ApiKeys.read(config.api_key_file)
         self._settings = FrontSettings(strict_fields=config.strict_fields, api_keys=keys)
         self.services = EngineServices(
@@ -97,12 +97,14 @@ class EngineNode:
 
     async def wind_down(self) -> None:
         """Let the requests that run finish, and end with an error what takes too long for that."""
-        if (running := self._running()) and self._shutdown_timeout_s:
+        if (running := self._running()) and self._drain_s:
             _logger.warning(
-                "waiting at most %g s for running requests to finish: %d", self._shutdown_timeout_s, running
+                "waiting at most %g s for running requests to finish (told again: not at all): %d",
+                self._drain_s,
+                running,
             )
         with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(self._shutdown_timeout_s):
+            async with asyncio.timeout(self._drain_s):
                 while self._running():  # noqa: ASYNC110 - the engine's thread has no event for it
                     await asyncio.sleep(_IDLE_POLL_S)
         await self.end_requests()
@@ -144,7 +146,7 @@ class EngineNode:
                 self.create_app(),
                 listener,
                 stopping=self.wind_down,
-                drain_s=self._shutdown_timeout_s,
+                drain_s=self._drain_s,
                 on_started=None if on_ready is None else lambda: on_ready(port),
             )
         finally:
@@ -159,9 +161,9 @@ def _info(config: EngineConfig, parts: EngineParts, identity: EngineIdentity, ma
         rank=identity.rank,
         node_role=config.node_role,
         model=parts.model_name,
+        aliases=list(config.served_model_name[1:]),
         model_hash=parts.model_hash,
         kv_layout_hash=parts.layout.hash,
-        aliases=list(config.served_model_name[1:]),
         kv_bytes_per_token=parts.layout.bytes_per_token,
         page_size=parts.layout.page_size,
         total_pages=parts.runner.total_pages,

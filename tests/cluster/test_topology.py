@@ -90,8 +90,8 @@ def test_router_settings_of_the_file_reach_the_router() -> None:
 def test_running_requests_have_time_to_finish_where_clients_ask() -> None:
     def times(data: dict[str, Any]) -> list[float]:
         topology = planned(data)
-        nodes = [*topology.engines, *([] if topology.router is None else [topology.router])]
-        return [node.config.shutdown_timeout_s for node in nodes]
+        engines = [node.config.drain_s for node in topology.engines]
+        return engines + ([] if topology.router is None else [topology.router.config.shutdown_timeout_s])
 
     assert times(PD) == [0.0, 0.0, 0.0, 10.0]
     assert times(PD | {"router": {"address": "127.0.0.1:0", "shutdown_timeout_s": 3}})[-1] == 3.0

@@ -9,6 +9,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import httpx
 import pytest
@@ -38,7 +39,7 @@ def process(*config: str) -> Iterator[tuple[subprocess.Popen[str], httpx.Client]
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_a_signal_ends_streams_with_an_error_event_and_the_process_with_0(number: signal.Signals) -> None:
-    with process() as (child, client):
+    with process("shutdown_timeout_s=0") as (child, client):
         body = {"prompt": "a", "max_tokens": 700, "stream": True}
         with client.stream("POST", "/v1/completions", json=body) as response:
             pieces = response.iter_raw()
@@ -65,8 +66,9 @@ def streamed_over_the_signal(child: subprocess.Popen[str], client: httpx.Client,
         return b"".join(pieces)
 
 
-def test_with_time_for_it_a_stream_finishes_after_the_signal() -> None:
-    with process("shutdown_timeout_s=20") as (child, client):
+@pytest.mark.parametrize("config", [[], ["shutdown_timeout_s=20"]], ids=["unless told", "told"])
+def test_with_time_for_it_a_stream_finishes_after_the_signal(config: list[str]) -> None:
+    with process(*config) as (child, client):
         text = streamed_over_the_signal(child, client, max_tokens=60)
         assert text.count(b"[DONE]") == 1
         assert b'"error"' not in text
@@ -78,6 +80,40 @@ def test_what_takes_longer_than_that_ends_with_an_error_event() -> None:
         text = streamed_over_the_signal(child, client, max_tokens=700)
         assert text.count(b'"error"') == 1
         assert child.wait(timeout=10) == 0
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_second_signal_ends_it_at_once(number: signal.Signals) -> None:
+    with process("shutdown_timeout_s=3600") as (child, client):
+        body = {"prompt": "a", "max_tokens": 700, "stream": True, "ignore_eos": True}
+        with client.stream("POST", "/v1/completions", json=body) as response:
+            pieces = response.iter_raw()
+            next(pieces)
+            child.send_signal(number)
+            while not refuses(client.base_url):
+                next(pieces)  # goes on meanwhile
+            child.send_signal(number)
+            with pytest.raises(httpx.RemoteProtocolError):
+                list(pieces)
+        assert child.wait(timeout=10) == 1
+
+
+def refuses(url: httpx.URL) -> bool:
+    """Whether it has taken the first signal: new connections are refused from then on."""
+    try:
+        httpx.get(f"{url}/health")
+    except httpx.ConnectError:
+        return True
+    return False
+
+
+def test_an_engine_behind_a_router_does_not_wait_unless_told() -> None:
+    def drain_s(**config: Any) -> float:
+        return EngineConfig.model_validate(config).drain_s
+
+    assert [drain_s(node_role=role) for role in ("hybrid", "prefill", "decode")] == [10.0, 0.0, 0.0]
+    assert drain_s(node_role="decode", shutdown_timeout_s=3) == 3.0
+    assert drain_s(shutdown_timeout_s=0) == 0.0
 
 
 def test_an_idle_process_stops_while_a_client_keeps_its_connection() -> None:
