@@ -27,9 +27,16 @@ from microserving.front.models import ModelsFront
 from microserving.front.openai_api import OpenAIFront
 from microserving.front.openapi import HotRoute, add_hot_routes
 from microserving.front.settings import BodyLimits, FrontSettings
+from microserving.front.tokenize import TokenizeFront
 from microserving.protocol.chat import ChatCompletionRequest
 from microserving.protocol.openai import CompletionRequest
 from microserving.protocol.responses import ModelCard, ModelList, Status
+from microserving.protocol.tokenize import (
+    DetokenizeAnswer,
+    DetokenizeRequest,
+    TokenizeAnswer,
+    TokenizeRequest,
+)
 from microserving.tokenizer import Tokenizer
 
 
@@ -129,9 +136,16 @@ def create_front(
             "/v1/chat/completions", ChatFront(front).chat_completions, "Answer a chat", ChatCompletionRequest
         ),
     ]
+    models = ModelsFront(backend, check_ready)
+    texts = TokenizeFront(models, strict=settings.strict_fields)
+    own += [
+        HotRoute(
+            "/tokenize", texts.tokenize, "The tokens of a text or a chat", TokenizeRequest, TokenizeAnswer
+        ),
+        HotRoute("/detokenize", texts.detokenize, "The text of tokens", DetokenizeRequest, DetokenizeAnswer),
+    ]
     app = FrontApp(title, [*own, *hot_routes], settings, _limits_of(backend, settings), lifespan=lifespan)
     router = control_router()
-    models = ModelsFront(backend, check_ready)
     router.add_api_route("/v1/models", models.models, response_model=ModelList)
     router.add_api_route("/v1/models/{model_id:path}", models.model, response_model=ModelCard)
     router.add_api_route("/health", _health(alive), response_model=Status)

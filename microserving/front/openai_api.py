@@ -10,7 +10,7 @@ import asyncio
 import dataclasses
 import time
 from collections.abc import Awaitable, Callable, Sequence
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from microserving.errors import InvalidRequest
 from microserving.front.backend import Backend, ServedModel
@@ -60,6 +60,11 @@ below what the tokenizer does without holding the GIL: a chat template adds text
 def parse_request(exchange: Exchange, model: type[ModelT], *, strict: bool) -> ModelT:
     """The exchange's body as a checked ``model``; ignored fields are named in the answer's headers (or refused)."""
     body = parse_object(exchange.body, max_values=exchange.max_values)
+    return check_body(exchange, body, model, strict=strict)
+
+
+def check_body(exchange: Exchange, body: dict[str, Any], model: type[ModelT], *, strict: bool) -> ModelT:
+    """The same for a ``body`` that has been parsed."""
     ignored = ignored_fields(model, body)
     if ignored and strict:
         refuse_ignored(ignored)

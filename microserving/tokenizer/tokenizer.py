@@ -154,6 +154,10 @@ class Tokenizer:
         tools: Sequence[Any] | None = None,
         add_generation_prompt: bool = True,
         max_context: int | None = None,
+    def token_strings(self, ids: Iterable[int]) -> list[str]:
+        """Each token as the vocabulary has it; "" for an unknown id."""
+        return [self._library.id_to_token(token) or "" for token in ids]
+
     ) -> list[int]:
         """Token ids of a chat: the model's start token exactly once, whether or not the template writes it.
 

@@ -41,6 +41,8 @@ def test_the_document_has_hot_and_control_routes() -> None:
         "/v1/models/{model_id}": {"get"},
         "/health": {"get"},
         "/ready": {"get"},
+        "/tokenize": {"post"},
+        "/detokenize": {"post"},
     }
     schemas = got["components"]["schemas"]
     assert all(ref.removeprefix("#/components/schemas/") in schemas for ref in refs(got))
@@ -53,7 +55,7 @@ def test_the_document_has_hot_and_control_routes() -> None:
     ]
     assert forms == [("string", None), ("array", "string"), ("array", "integer"), ("array", "array")]
     assert completion["properties"]["temperature"]["maximum"] == 2
-    assert schemas["ChatMessage"]["properties"]["role"]["enum"] == [
+    assert schemas["ChatMessage"]["properties"]["role"]["enum"][:4] == [
         "system",
         "developer",
         "user",
