@@ -57,11 +57,13 @@ class Grammar:
 @dataclass(frozen=True, slots=True)
 class TokenLogprob:
     """A token that came, its natural log-probability under the model (softmax of the raw logits: before penalties, bias,
-    temperature and cut-offs), and the likeliest tokens of its position with theirs, likeliest first."""
+    temperature and cut-offs), and the likeliest tokens of its position with theirs, likeliest first. rank: 1 for the
+    likeliest token of the vocabulary. Equal ones: the lowest id comes first."""
 
     token_id: int
     logprob: float
     top: tuple[tuple[int, float], ...] = ()
+    rank: int = 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,7 +74,7 @@ class GenerationChunk:
     point or half a stop string). token_ids: the tokens produced since the last chunk. finish_reason: set on the
     last chunk only. prompt_tokens, completion_tokens: running totals, exact on the last chunk. cached_tokens: how many of
     the prompt's tokens came out of a prefix cache (0 while unknown). logprobs: one for each of ``token_ids`` when they
-    were asked for. prompt_logprobs: one for each prompt token, None for the first, on the first chunk when asked for.
+    were asked for. prompt_logprobs: one for each prompt token, None for the first, on the first chunk when they were asked for (not of a resumed request: they have been told).
     """
 
     text: str
