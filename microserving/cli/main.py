@@ -23,6 +23,7 @@ COMMANDS = {
     "router": "start a router that runs a program over engines",
     "program": "check router programs, and deploy them to a running cluster",
     "engines": "list, add, remove or change the engines of a running cluster",
+    "bench": "measure servers and patterns, and compare them",
     "model": "fetch, list or show models",
 }
 """Sub-command -> one line of help. Module `microserving.cli.NAME` has `add_arguments(parser)` and `run(options)`."""

@@ -33,7 +33,10 @@ _STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 @dataclass(frozen=True, slots=True)
 class LaunchOptions:
-    """What `microserving up` takes beside the file. log_dir None = inside the runtime directory, removed with it."""
+    """What `microserving up` takes beside the file. log_dir None = inside the runtime directory, removed with it.
+
+    on_ready: given what the ready file says, instead of the user who reads where the cluster is. Must not raise.
+    """
 
     cache_dir: Path | None = None
     log_dir: Path | None = None
@@ -41,6 +44,7 @@ class LaunchOptions:
     runtime_base: Path | None = None
     start_timeout_s: float = 900.0
     dry_run: bool = False
+    on_ready: Callable[[dict[str, object]], None] | None = None
 
 
 class Commands:
@@ -165,8 +169,11 @@ class Launcher:
         if ready_file is not None:
             _write_whole(ready_file, json.dumps(state(), indent=1))
         try:
-            for line in welcome(topology):
-                self._console.line(line)
+            if self._options.on_ready is not None:
+                self._options.on_ready(state())
+            else:
+                for line in welcome(topology):
+                    self._console.line(line)
             yield
         finally:
             if ready_file is not None:

@@ -1,0 +1,104 @@
+"""The JSON file: everything that was measured and what it was measured with; tables, charts and comparisons read it."""
+
+from __future__ import annotations
+
+import json
+import shlex
+import sys
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from microserving.bench.experiment import Experiment, ExperimentSettings
+from microserving.bench.machine import machine, versions
+from microserving.bench.targets import Target
+from microserving.errors import ConfigError, StartupError
+
+FORMAT = 1
+Report = dict[str, Any]
+"""As ``make_report`` makes it."""
+RunData = Mapping[str, Any]
+"""One of its `runs` (``Run.as_dict``)."""
+
+
+def make_report(
+    experiment: Experiment,
+    targets: Iterable[Target],
+    settings: ExperimentSettings,
+    *,
+    workload: Mapping[str, Any],
+    sampling: Mapping[str, Any],
+    seed: int,
+) -> Report:
+    """Of the runs that there are. What was measured when: `began_at` of each run, Unix time."""
+    load = settings.load
+    return {
+        "format": FORMAT,
+        "made_at": time.time(),
+        "command": shlex.join(sys.argv),
+        "stopped": experiment.stopped,
+        "seed": seed,
+        "workload": dict(workload),
+        "sampling": dict(sampling),
+        "sessions": load.sessions,
+        "warmup": load.warmup,
+        "keep_load": load.keep_load,
+        "max_concurrency": load.max_concurrency,
+        "max_run_s": settings.max_run_s,
+        "slo": None if settings.slo is None else slo_text(settings),
+        "machine": machine(),
+        "versions": versions(),
+        "targets": [{"label": target.label, "model": target.model, **target.about} for target in targets],
+        "runs": [run.as_dict() for run in experiment.runs],
+    }
+
+
+def slo_text(settings: ExperimentSettings) -> dict[str, float]:
+    """The objectives that there are, in seconds."""
+    slo = settings.slo
+    names = () if slo is None else slo.__dataclass_fields__
+    return {name: getattr(slo, name) for name in names if getattr(slo, name) is not None}
+
+
+def write_text(path: Path, text: str) -> None:
+    """Raises StartupError."""
+    try:
+        path.write_text(text, "utf-8")
+    except OSError as error:
+        raise StartupError(f"cannot write {path}: {error.strerror}") from error
+
+
+def write_report(path: Path, report: Report) -> None:
+    """A line for each run, so that two files can be told apart by eye. Raises StartupError."""
+    runs = ",\n".join(json.dumps(run, separators=(",", ":")) for run in report["runs"])
+    head = json.dumps({**report, "runs": []}, indent=1)
+    write_text(path, head.replace('"runs": []', f'"runs": [\n{runs}\n]' if runs else '"runs": []') + "\n")
+
+
+def read_report(path: Path) -> Report:
+    """Raises ConfigError."""
+    try:
+        report = json.loads(path.read_text("utf-8"))
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"cannot read {path}: {error}") from error
+    except ValueError as error:
+        raise ConfigError(f"{path}: not JSON: {error}") from error
+    if (
+        not isinstance(report, dict)
+        or report.get("format") != FORMAT
+        or not isinstance(report.get("runs"), list)
+    ):
+        raise ConfigError(f"{path}: no report of this version of microserving bench")
+    return report
+
+
+def labels_of(runs: Sequence[RunData]) -> list[str]:
+    """In the order of their first runs."""
+    return list(dict.fromkeys(run["label"] for run in runs))
+
+
+def latency(run: RunData, name: str, figure: str) -> float | None:
+    """In seconds; None when no request had one. figure: mean, p50, p90, p99, max."""
+    spread = run["summary"]["latencies"][name]
+    return spread[figure] if spread["count"] else None

@@ -1,0 +1,143 @@
+"""Who is measured: an OpenAI address, and behind it perhaps a router of ours that tells more and takes programs.
+
+Owns the connections to it. Does not know what is sent.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any
+
+import httpx
+
+from microserving.bench.client import HttpWire, measure
+from microserving.bench.measurement import Measured
+from microserving.errors import ConfigError, EngineUnavailable
+
+_CONTROL_TIMEOUT_S = 120.0
+"""A deployment tries the program first."""
+_IDLE_TIMEOUT_S = 60.0
+_IDLE_PROBE_S = 0.1
+
+
+@dataclass(frozen=True, slots=True)
+class Program:
+    """What a router is given before each run. body: of `/admin/program/deploy`."""
+
+    name: str
+    settings: Mapping[str, str | int | float | bool]
+    body: Mapping[str, Any]
+
+
+class Target:
+    """label: of the lines in tables and charts. admin: the router's admin socket. Close it."""
+
+    def __init__(
+        self,
+        label: str,
+        base_url: str,
+        *,
+        model: str | None = None,
+        api_key: str | None = None,
+        timeout_s: float = 600.0,
+        admin: str | None = None,
+        program: Program | None = None,
+        salted: bool = False,
+        about: Mapping[str, Any] | None = None,
+    ) -> None:
+        """salted: each run has a `cache_salt` of its own, so that none finds what another one left in a prefix cache.
+        about: what else the report says of it. Raises ConfigError for what is no URL."""
+        self.label = label
+        self.model = model
+        self.salted = salted
+        self.about = {"url": base_url, **(about or {})}
+        self.wire = HttpWire(base_url, api_key=api_key, timeout_s=timeout_s)
+        self._program = program
+        self._root = base_url.rstrip("/").removesuffix("/v1")
+        headers = {} if api_key is None else {"authorization": f"Bearer {api_key}"}
+        self._http = httpx.AsyncClient(timeout=_CONTROL_TIMEOUT_S, headers=headers, trust_env=False)
+        transport = None if admin is None else httpx.AsyncHTTPTransport(uds=admin)
+        self._admin = httpx.AsyncClient(timeout=_CONTROL_TIMEOUT_S, transport=transport, trust_env=False)
+
+    async def close(self) -> None:
+        await self.wire.close()
+        await self._http.aclose()
+        await self._admin.aclose()
+
+    async def connect(self) -> None:
+        """Find out the model, unless it is known. Raises EngineUnavailable, ConfigError."""
+        if self.model is not None:
+            return
+        try:
+            answer = await self._http.get(f"{self._root}/v1/models")
+            self.model = str(answer.json()["data"][0]["id"])
+        except httpx.HTTPError as error:
+            raise EngineUnavailable(
+                f"{self.label}: nobody answers at {self.about['url']}: {error}"
+            ) from error
+        except (ValueError, KeyError, IndexError, TypeError) as error:
+            raise ConfigError(
+                f"{self.label}: /v1/models tells no model (status {answer.status_code}); name it with --model"
+            ) from error
+
+    async def prepare(self) -> None:
+        """Put its program in charge. Raises ConfigError when the router refuses it."""
+        if self._program is None:
+            return
+        answer = await self._admin.post("http://router/admin/program/deploy", json=dict(self._program.body))
+        if answer.status_code != 200:
+            raise ConfigError(f"{self.label}: {answer.json()['error']['message']}")
+
+    async def ask(self, path: str, body: Mapping[str, Any]) -> Measured:
+        """One request outside of a run. Raises ConfigError when it fails."""
+        record = Measured(0, 0.0)
+        await measure(self.wire, path, body, record, asyncio.get_running_loop().time)
+        if record.error is not None:
+            raise ConfigError(f"{self.label}: a first request failed: {record.error}")
+        return record
+
+    async def stats(self) -> dict[str, Any] | None:
+        """`/router/stats`; None where there is no router of ours."""
+        with suppress(httpx.HTTPError, ValueError):
+            answer = await self._http.get(f"{self._root}/router/stats")
+            stats = answer.json() if answer.status_code == 200 else None
+            return stats if isinstance(stats, dict) and "requests_in_flight" in stats else None
+        return None
+
+    async def settle(self) -> None:
+        """Until nothing that was cancelled runs any more, as far as it tells."""
+        with suppress(TimeoutError):
+            async with asyncio.timeout(_IDLE_TIMEOUT_S):
+                while (stats := await self.stats()) is not None and stats["requests_in_flight"]:  # noqa: ASYNC110 - over HTTP
+                    await asyncio.sleep(_IDLE_PROBE_S)
+
+
+@dataclass(frozen=True, slots=True)
+class Transfers:
+    """What hand-offs moved and cost during a run. transfer_ms: of writing, by request; exposed_ms: what of it (and of
+    the hand-shakes) delayed the answer; hidden_ms: what did not. Sums in milliseconds."""
+
+    hand_offs: int
+    tokens_sent: int
+    bytes_sent: int
+    transfer_ms: float
+    exposed_ms: float
+
+    @property
+    def hidden_ms(self) -> float:
+        return max(0.0, self.transfer_ms - self.exposed_ms)
+
+    def as_dict(self) -> dict[str, Any]:
+        names = ("hand_offs", "tokens_sent", "bytes_sent", "transfer_ms", "exposed_ms", "hidden_ms")
+        return {name: getattr(self, name) for name in names}
+
+
+def transfers_between(before: Mapping[str, Any] | None, after: Mapping[str, Any] | None) -> Transfers | None:
+    """From two answers of ``Target.stats``; None when they do not tell."""
+    if before is None or after is None or "transfers" not in before or "transfers" not in after:
+        return None
+    names = ("hand_offs", "tokens_sent", "bytes_sent", "transfer_ms", "exposed_ms")
+    return Transfers(*(after["transfers"][name] - before["transfers"][name] for name in names))
