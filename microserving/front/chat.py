@@ -2,12 +2,25 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from functools import partial
+from typing import Final
+
 from microserving.errors import InvalidRequest
+from microserving.front.chat_output import OutputForm
+from microserving.front.chat_output.formats import reasoning_format, tool_call_format
+from microserving.front.chat_output.reasoning import CLOSE, OPEN
+from microserving.front.chat_output.tool_grammar import calls_grammar
 from microserving.front.exchange import Exchange
 from microserving.front.generations import check_vocabulary, resolve_max_tokens
 from microserving.front.openai_api import OpenAIFront, off_loop, parse_request
 from microserving.protocol.chat import ChatCompletionRequest
 from microserving.protocol.chat_responses import ChatShape
+from microserving.protocol.generation import Grammar
+from microserving.tokenizer import Tokenizer
+
+_TAIL_TOKENS: Final = 16
+"""As many as a prompt's end with an opening marker needs."""
 
 
 class ChatFront:
@@ -20,9 +33,11 @@ class ChatFront:
         fields = parse_request(exchange, ChatCompletionRequest, strict=self._front.settings.strict_fields)
         model, tokenizer = await self._front.served(fields.model)
         check_vocabulary(fields, tokenizer.vocab_size)
-        messages = fields.template_messages()
-        size = sum(len(message["content"]) for message in messages)
-        prompt = await off_loop(size, lambda: tokenizer.encode_chat(messages, max_context=model.max_context))
+        messages, options = fields.template_messages(), fields.template_options
+        prompt = await off_loop(
+            fields.prompt_chars,
+            lambda: tokenizer.encode_chat(messages, max_context=model.max_context, **options),
+        )
         if not prompt:
             raise InvalidRequest("the rendered chat is empty", param="messages")
         limit = resolve_max_tokens(
@@ -32,4 +47,39 @@ class ChatFront:
             max_context=model.max_context,
             param="messages",
         )
-        await self._front.answer(exchange, ChatShape, fields, model, [prompt], [limit])
+        grammar = _grammar(fields, tokenizer)
+        form = _output_form(fields, tokenizer, prompt, constrained=grammar is not None)
+        shape = partial(ChatShape, make_reader=form.make_reader)
+        await self._front.answer(exchange, shape, fields, model, [prompt], [limit], grammar)
+
+
+def _grammar(fields: ChatCompletionRequest, tokenizer: Tokenizer) -> Grammar | None:
+    """What the output must match, if anything."""
+    if not fields.forced_tools:
+        return None
+    form = tool_call_format(tokenizer.tool_call_format, tokenizer.chat_template)
+    return Grammar("lark", calls_grammar(fields.forced_tools, form, several=fields.several_calls))
+
+
+def _output_form(
+    fields: ChatCompletionRequest, tokenizer: Tokenizer, prompt: Sequence[int], *, constrained: bool
+) -> OutputForm:
+    """constrained: the output matches a grammar from its first token, so that it has no thoughts."""
+    template = tokenizer.chat_template
+    reasoning = "none" if constrained else reasoning_format(tokenizer.reasoning_format, template)
+    return OutputForm(
+        tools=[tool.name for tool in fields.offered_tools],
+        several=fields.several_calls,
+        calls=tool_call_format(tokenizer.tool_call_format, template),
+        reasoning=reasoning,
+        thinks_already=reasoning != "none" and _thinks_already(fields, tokenizer, prompt),
+    )
+
+
+def _thinks_already(fields: ChatCompletionRequest, tokenizer: Tokenizer, prompt: Sequence[int]) -> bool:
+    """Whether the prompt ends within the assistant's thoughts."""
+    if fields.continue_final_message:
+        text = fields.messages[-1].content or ""
+        return text.rfind(OPEN) > text.rfind(CLOSE)
+    tail = tokenizer.decode(prompt[-_TAIL_TOKENS:], skip_special_tokens=False)
+    return tail.rstrip().endswith(OPEN)

@@ -47,6 +47,11 @@ class WireModel(BaseModel):
             return {key: item for key, item in value.items() if item is not None}
         return value
 
+    @classmethod
+    def ignored_within(cls, body: dict[str, Any]) -> list[str]:  # noqa: ARG003 - of a model that looks deeper
+        """Dotted names of what is ignored in the values of fields. ``body`` is not validated yet."""
+        return []
+
 
 ModelT = TypeVar("ModelT", bound=WireModel)
 
@@ -113,9 +118,10 @@ def validate(model: type[ModelT], body: dict[str, Any]) -> ModelT:
 
 
 def ignored_fields(model: type[WireModel], body: dict[str, Any]) -> list[str]:
-    """Top-level fields of ``body`` (not null) that ``model`` does not know, in the body's order."""
+    """Fields of ``body`` (not null) that ``model`` does not know, in the body's order, then those within its fields."""
     known = model.model_fields
-    return [name for name, value in body.items() if name not in known and value is not None]
+    own = [name for name, value in body.items() if name not in known and value is not None]
+    return own + model.ignored_within(body)
 
 
 def header_value(names: Iterable[str]) -> str:

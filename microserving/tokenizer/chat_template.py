@@ -8,17 +8,22 @@ from __future__ import annotations
 import datetime
 import json
 from collections.abc import Mapping, Sequence
-from typing import Any, NoReturn
+from functools import cached_property
+from typing import Any, Final, NoReturn
 
 from jinja2.exceptions import TemplateError
 
 from microserving.errors import InvalidRequest
 from microserving.tokenizer.template_guard import MAX_SOURCE_CHARS, GuardedEnvironment, render
+from microserving.tokenizer.tool_messages import as_text, with_tools
 
 ROLES = ("system", "developer", "user", "assistant", "tool", "function")
 MAX_MESSAGE_CHARS = 300
 
 _SENTINEL = "qzsentinelqz"
+_CONTINUE_TAG: Final = "qzcontinueqz "
+"""Put behind the text that is to be continued. Its space shows whether the template keeps spaces at a text's end."""
+_OURS: Final = frozenset({"messages", "tools", "add_generation_prompt", "continue_final_message"})
 
 Messages = Sequence[Mapping[str, Any]]
 
@@ -49,29 +54,79 @@ class ChatTemplate:
             where = "" if line is None else f"line {line}: "
             raise TemplateUnusableError(f"{where}{_first_line(error)}") from None
 
+    @cached_property
+    def shows_tools(self) -> bool:
+        """Whether the template writes tools that it is given. Others get them in the messages (``tool_messages``)."""
+        if "tools" not in self.source:
+            return False
+        function = {"name": _SENTINEL, "description": "", "parameters": {"type": "object", "properties": {}}}
+        chat = [{"role": "user", "content": "x"}]
+        try:
+            return _SENTINEL in self._render(
+                chat, self._variables([{"type": "function", "function": function}])
+            )
+        except InvalidRequest:  # it wants another chat
+            return True
+
     def render(
-        self, messages: Messages, *, tools: Sequence[Any] | None = None, add_generation_prompt: bool = True
+        self,
+        messages: Messages,
+        *,
+        tools: Sequence[Any] | None = None,
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+        variables: Mapping[str, Any] | None = None,
     ) -> str:
-        """The prompt text. Raises InvalidRequest (``messages`` or ``tools``) for what the model cannot be told."""
-        if tools and "tools" not in self.source:
-            raise InvalidRequest("the model's chat template has no place for tools", param="tools")
+        """The prompt text.
+
+        continue_final_message: end in the middle of the last message, the assistant's, as Hugging Face does; no
+        generation prompt then. variables: what the template may use besides (`chat_template_kwargs`). Raises
+        InvalidRequest (``messages``, ``chat_template_kwargs``) for what the model cannot be told.
+        """
         chat = self._normalise(messages)
-        text = self._render(chat, tools, add_generation_prompt)
-        for index, message in enumerate(chat):
-            if message["role"] != "assistant" and message["content"].strip() not in text:
-                self._refuse_dropped(chat, index, tools)
+        if continue_final_message and (chat[-1]["role"] != "assistant" or chat[-1].get("tool_calls")):
+            raise InvalidRequest(
+                "only a last message of the assistant without tool calls can be continued", param="messages"
+            )
+        chat = self._for_template(chat, tools)
+        given = self._variables(
+            tools, add_generation_prompt and not continue_final_message, self._checked(variables or {})
+        )
+        if continue_final_message:
+            return self._continued(chat, given)
+        text = self._render(chat, given)
+        self._refuse_dropped(chat, given, text)
         return text
 
-    def _render(self, chat: list[dict[str, Any]], tools: Sequence[Any] | None, generate: bool) -> str:
-        variables = {
+    def _for_template(self, chat: list[dict[str, Any]], tools: Sequence[Any] | None) -> list[dict[str, Any]]:
+        """``chat``, in which tools that the template would not show are text."""
+        if tools and not self.shows_tools:
+            return with_tools(as_text(chat), tools)
+        calls = any(message.get("tool_calls") for message in chat)
+        return as_text(chat) if calls and "tool_calls" not in self.source else chat
+
+    def _checked(self, variables: Mapping[str, Any]) -> Mapping[str, Any]:
+        for name in variables:
+            if name in _OURS or name in self._special_tokens:
+                raise InvalidRequest(
+                    "a variable has a name that is not the request's", param="chat_template_kwargs"
+                )
+        return variables
+
+    def _variables(
+        self, tools: Sequence[Any] | None, generate: bool = True, others: Mapping[str, Any] | None = None
+    ) -> dict[str, Any]:
+        return {
             **self._special_tokens,
-            "messages": chat,
-            "tools": list(tools) if tools else None,
             "documents": None,
+            **(others or {}),
+            "tools": list(tools) if tools else None,
             "add_generation_prompt": generate,
         }
+
+    def _render(self, chat: list[dict[str, Any]], variables: Mapping[str, Any]) -> str:
         try:
-            return render(self._template, variables)
+            return render(self._template, {**variables, "messages": chat})
         except TemplateError as error:
             _refuse(str(error))
         except RecursionError:
@@ -79,14 +134,29 @@ class ChatTemplate:
         except Exception as error:  # noqa: BLE001 - whatever a template raises is the request's fault, never ours
             _refuse(f"{type(error).__name__}: {error}")
 
-    def _refuse_dropped(self, chat: list[dict[str, Any]], index: int, tools: Sequence[Any] | None) -> None:
-        """Raises InvalidRequest unless message ``index`` reaches the prompt in some form (escaped, say)."""
-        marked = [*chat[:index], {**chat[index], "content": _SENTINEL}, *chat[index + 1 :]]
-        if _SENTINEL not in self._render(marked, tools, True):
-            role = chat[index]["role"]
+    def _continued(self, chat: list[dict[str, Any]], variables: Mapping[str, Any]) -> str:
+        last = chat[-1]
+        text = self._render([*chat[:-1], {**last, "content": last["content"] + _CONTINUE_TAG}], variables)
+        at = text.rfind(_CONTINUE_TAG.strip())
+        if at < 0 or last["content"].strip() not in text:
             raise InvalidRequest(
-                f"the model's chat template drops messages of role {role!r}", param=f"messages[{index}].role"
+                "the model's chat template drops parts of the last message", param="messages"
             )
+        self._refuse_dropped(chat, variables, text)
+        return text[:at] if text.startswith(_CONTINUE_TAG, at) else text[:at].rstrip()
+
+    def _refuse_dropped(self, chat: list[dict[str, Any]], variables: Mapping[str, Any], text: str) -> None:
+        """Raises InvalidRequest unless every message but the assistant's (whose thoughts templates cut) reached the
+        prompt ``text`` in some form (escaped, say)."""
+        for index, message in enumerate(chat):
+            if message["role"] == "assistant" or message["content"].strip() in text:
+                continue
+            marked = [*chat[:index], {**message, "content": _SENTINEL}, *chat[index + 1 :]]
+            if _SENTINEL not in self._render(marked, variables):
+                raise InvalidRequest(
+                    f"the model's chat template drops messages of role {message['role']!r}",
+                    param=f"messages[{index}].role",
+                )
 
     def _normalise(self, messages: Messages) -> list[dict[str, Any]]:
         if not messages:

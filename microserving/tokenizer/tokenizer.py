@@ -6,6 +6,7 @@ know weights; ``loading`` makes one from a model's files, ``to_dict``/``from_dic
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -33,6 +34,8 @@ class TokenizerFacts:
 
     prefix_ids, suffix_ids: put around every text (a start token, say). special_tokens: name -> text, as templates
     use them (``bos_token``, ``eos_token``, ...). eos_token_ids: sorted.
+    tool_call_format, reasoning_format: how the model writes calls of tools and its thoughts, as the operator has said;
+    ``auto``: as the template shows.
     """
 
     bos_token_id: int | None
@@ -41,6 +44,8 @@ class TokenizerFacts:
     suffix_ids: tuple[int, ...]
     special_tokens: Mapping[str, str]
     chat_template: str | None
+    tool_call_format: str = "auto"
+    reasoning_format: str = "auto"
 
 
 class Tokenizer:
@@ -93,6 +98,20 @@ class Tokenizer:
         """Every id that ends a generation."""
         return frozenset(self._facts.eos_token_ids)
 
+    @property
+    def special_token_ids(self) -> frozenset[int]:
+        """Every id that is no part of the text."""
+        return frozenset(filter(self._pieces.special, range(self.vocab_size)))
+
+    @property
+    def strips_first_space(self) -> bool:
+        """Whether a space at the very beginning of a decoded text is left out."""
+        return self._pieces.strips_first_space
+
+    def token_bytes(self, token_id: int) -> bytes:
+        """What one token stands for, a special one for its name; empty for an id that there is not."""
+        return self._pieces.bytes_of(token_id)
+
     def encode(
         self, text: str, *, add_special_tokens: bool = True, max_context: int | None = None
     ) -> list[int]:
@@ -135,39 +154,65 @@ class Tokenizer:
         detokenizer = IncrementalDetokenizer(self._pieces, skip_special_tokens=skip_special_tokens)
         return "".join([*map(detokenizer.put, ids), detokenizer.flush()])
 
+    def token_strings(self, ids: Iterable[int]) -> list[str]:
+        """Each token as the vocabulary has it; "" for an unknown id."""
+        return [self._library.id_to_token(token) or "" for token in ids]
+
     def detokenizer(self) -> IncrementalDetokenizer:
         """A new one for one sequence; it skips special tokens."""
         return IncrementalDetokenizer(self._pieces)
 
-    def render_chat(
-        self, messages: Messages, *, tools: Sequence[Any] | None = None, add_generation_prompt: bool = True
-    ) -> str:
-        """The prompt text of a chat. Raises InvalidRequest (``messages``, a part of it, or ``tools``)."""
-        if self._template is None:
-            raise InvalidRequest(f"chat is not available: {self.chat_unavailable}", param="messages")
-        return self._template.render(messages, tools=tools, add_generation_prompt=add_generation_prompt)
+    @property
+    def chat_template(self) -> str | None:
+        """The template's source."""
+        return self._facts.chat_template
 
-    def encode_chat(
+    def render_chat(
         self,
         messages: Messages,
         *,
         tools: Sequence[Any] | None = None,
         add_generation_prompt: bool = True,
-        max_context: int | None = None,
-    def token_strings(self, ids: Iterable[int]) -> list[str]:
-        """Each token as the vocabulary has it; "" for an unknown id."""
-        return [self._library.id_to_token(token) or "" for token in ids]
+        continue_final_message: bool = False,
+        variables: Mapping[str, Any] | None = None,
+    ) -> str:
+        """The prompt text of a chat; the options as ``ChatTemplate.render`` has them. Raises InvalidRequest."""
+        if self._template is None:
+            raise InvalidRequest(f"chat is not available: {self.chat_unavailable}", param="messages")
+        return self._template.render(
+            messages,
+            tools=tools,
+            add_generation_prompt=add_generation_prompt,
+            continue_final_message=continue_final_message,
+            variables=variables,
+        )
 
-    ) -> list[int]:
+    def encode_chat(self, messages: Messages, *, max_context: int | None = None, **options: Any) -> list[int]:
         """Token ids of a chat: the model's start token exactly once, whether or not the template writes it.
 
-        max_context: as for ``encode``, of the rendered text; the ContextLengthExceeded names ``messages``.
+        max_context: as for ``encode``, of the rendered text; the ContextLengthExceeded names ``messages``. options: of
+        ``render_chat``.
         """
-        text = self.render_chat(messages, tools=tools, add_generation_prompt=add_generation_prompt)
+        return self.encode_rendered(self.render_chat(messages, **options), max_context=max_context)
+
+    def encode_rendered(self, text: str, *, max_context: int | None = None) -> list[int]:
+        """Token ids of what ``render_chat`` gave."""
         ids = self._encode(text, False, max_context, "messages")
         bos = self.bos_token_id
         starts = bos is not None and bos in self._facts.prefix_ids
         return [bos, *ids] if bos is not None and starts and ids[:1] != [bos] else ids
+
+    def with_facts(self, **changes: Any) -> Tokenizer:
+        """The same tokenizer with other ``TokenizerFacts``, such as another chat template."""
+        return Tokenizer(Library.from_str(self._serialised), dataclasses.replace(self._facts, **changes))
+
+    @property
+    def tool_call_format(self) -> str:
+        return self._facts.tool_call_format
+
+    @property
+    def reasoning_format(self) -> str:
+        return self._facts.reasoning_format
 
     def to_dict(self) -> dict[str, Any]:
         """Everything, as JSON can carry it."""
@@ -181,6 +226,8 @@ class Tokenizer:
             "suffix_ids": list(facts.suffix_ids),
             "special_tokens": dict(facts.special_tokens),
             "chat_template": facts.chat_template,
+            "tool_call_format": facts.tool_call_format,
+            "reasoning_format": facts.reasoning_format,
         }
 
     @classmethod
@@ -207,4 +254,6 @@ def _facts_from(document: Mapping[str, Any]) -> TokenizerFacts:
         suffix_ids=tuple(map(int, document["suffix_ids"])),
         special_tokens={str(name): str(text) for name, text in document["special_tokens"].items()},
         chat_template=None if template is None else str(template),
+        tool_call_format=str(document.get("tool_call_format") or "auto"),
+        reasoning_format=str(document.get("reasoning_format") or "auto"),
     )

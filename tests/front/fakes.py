@@ -26,6 +26,8 @@ class ByteTokenizer:
 
     vocab_size = 256
     text_bytes_per_token = 1
+    chat_template: str | None = None
+    tool_call_format = reasoning_format = "auto"
 
     def encode(
         self, text: str, *, add_special_tokens: bool = True, max_context: int | None = None

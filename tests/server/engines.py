@@ -42,6 +42,8 @@ class ByteTokenizer:
     text_bytes_per_token = 1
     eos_token_ids: frozenset[int] = frozenset()
     chat_unavailable: str | None = None
+    chat_template: str | None = None
+    tool_call_format = reasoning_format = "auto"
 
     def encode(
         self, text: str, *, add_special_tokens: bool = True, max_context: int | None = None
@@ -50,6 +52,12 @@ class ByteTokenizer:
 
     def encode_chat(self, messages: Sequence[dict[str, Any]], *, max_context: int | None = None) -> list[int]:
         return self.encode("".join(f"{m['role']}:{m['content']};" for m in messages))
+
+    special_token_ids: frozenset[int] = frozenset()
+    strips_first_space = False
+
+    def token_bytes(self, token_id: int) -> bytes:
+        return bytes((token_id,))
 
     def detokenizer(self) -> ByteDetokenizer:
         return ByteDetokenizer()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import time
 from pathlib import Path
 from typing import Any
@@ -317,13 +318,83 @@ def test_tool_arguments_that_do_not_parse_stay_text(arguments: str) -> None:
     assert ChatTemplate(source, {}).render([message]) == arguments
 
 
-def test_tools_need_a_template_that_shows_them() -> None:
-    tool = {"type": "function", "function": {"name": "weather"}}
-    with pytest.raises(InvalidRequest) as caught:
-        ChatTemplate(CHATML, {}).render([USER], tools=[tool])
-    assert caught.value.param == "tools"
+TOOL = {
+    "type": "function",
+    "function": {"name": "weather", "parameters": {"type": "object", "properties": {}}},
+}
+CALL = {"id": "c1", "type": "function", "function": {"name": "weather", "arguments": '{"city": "Paris"}'}}
+TOOL_CHAT = [
+    {"role": "system", "content": "Be brief."},
+    USER,
+    {"role": "assistant", "content": None, "tool_calls": [CALL]},
+    {"role": "tool", "tool_call_id": "c1", "content": "sunny"},
+    {"role": "tool", "tool_call_id": "c2", "content": "warm"},
+]
+
+
+def test_a_template_that_shows_tools_gets_them() -> None:
     source = "{{ tools[0].function.name }} {{ messages[0].content }}"
-    assert ChatTemplate(source, {}).render([USER], tools=[tool]) == f"weather {USER['content']}"
+    assert ChatTemplate(source, {}).shows_tools
+    assert ChatTemplate(source, {}).render([USER], tools=[TOOL]) == f"weather {USER['content']}"
+    assert not ChatTemplate(CHATML + "{# tools #}", {}).shows_tools
+
+
+def test_tools_stand_in_the_messages_where_the_template_has_no_place_for_them() -> None:
+    text = ChatTemplate(CHATML, {}).render(TOOL_CHAT, tools=[TOOL])
+    system, user, call, answers, rest = text.split("<|im_end|>\n")
+    assert system.startswith("<|im_start|>system\nBe brief.\n\n# Tools")
+    assert "<tools>\n" + json.dumps(TOOL) + "\n</tools>" in system
+    assert user == f"<|im_start|>user\n{USER['content']}"
+    said = '{"name": "weather", "arguments": {"city": "Paris"}}'
+    assert call == f"<|im_start|>assistant\n<tool_call>\n{said}\n</tool_call>"
+    responses = [f"<tool_response>\n{answer}\n</tool_response>" for answer in ("sunny", "warm")]
+    assert answers == "<|im_start|>user\n" + "\n".join(responses)
+    assert rest == "<|im_start|>assistant\n"
+    assert "# Tools" in ChatTemplate(CHATML, {}).render([USER], tools=[TOOL])
+
+
+@pytest.mark.case("API-31")
+def test_calls_in_the_history_are_not_dropped_without_tools_either() -> None:
+    assert '"city": "Paris"' in ChatTemplate(CHATML, {}).render(TOOL_CHAT)
+
+
+def test_variables_reach_the_template_but_do_not_take_the_requests_place() -> None:
+    source = "{{ messages[0].content }}{% if enable_thinking is false %}!{% endif %}{{ bos_token }}"
+    template = ChatTemplate(source, {"bos_token": "<s>"})
+    assert template.render([USER], variables={"enable_thinking": False}) == f"{USER['content']}!<s>"
+    for name in ("messages", "tools", "bos_token", "add_generation_prompt"):
+        with pytest.raises(InvalidRequest) as caught:
+            template.render([USER], variables={name: "x"})
+        assert caught.value.param == "chat_template_kwargs"
+
+
+TRIMS = CHATML.replace("message['content']", "message['content'] | trim")
+
+
+@pytest.mark.parametrize("source", [CHATML, TRIMS], ids=["keeps space", "trims"])
+@pytest.mark.parametrize("text", ["The answer is", "The answer is ", "", "x\n\n"])
+def test_a_message_is_continued_as_transformers_does(source: str, text: str) -> None:
+    from transformers.utils.chat_template_utils import render_jinja_template
+
+    chat = [USER, {"role": "assistant", "content": text}]
+    (expected,), _ = render_jinja_template([chat], chat_template=source, continue_final_message=True)
+    assert ChatTemplate(source, {}).render(chat, continue_final_message=True) == expected
+    assert expected.rstrip().endswith(text.strip())
+
+
+@pytest.mark.parametrize("last", [USER, {"role": "assistant", "content": "x", "tool_calls": [CALL]}])
+def test_only_the_assistants_text_is_continued(last: dict[str, Any]) -> None:
+    with pytest.raises(InvalidRequest) as caught:
+        ChatTemplate(CHATML, {}).render([USER, last], continue_final_message=True)
+    assert caught.value.param == "messages"
+
+
+def test_what_a_template_cuts_off_cannot_be_continued() -> None:
+    source = "{% for m in messages %}{{ m.content[:3] }}{% endfor %}"
+    with pytest.raises(InvalidRequest, match="drops parts"):
+        ChatTemplate(source, {}).render(
+            [{"role": "assistant", "content": "abcdef"}], continue_final_message=True
+        )
 
 
 def test_strftime_now() -> None:

@@ -1,0 +1,52 @@
+"""From a model's text to thoughts, answer and calls of tools, as it streams."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection
+from dataclasses import dataclass
+from typing import Final
+
+from microserving.front.chat_output.formats import ReasoningFormat, ToolCallFormat
+from microserving.front.chat_output.reasoning import ReasoningParser
+from microserving.front.chat_output.tool_calls import (
+    CallRules,
+    CallsParser,
+    HermesParser,
+    LlamaParser,
+    MistralParser,
+    new_call_id,
+    new_mistral_id,
+)
+from microserving.protocol.chat_responses import PieceReader, PlainText
+
+_PARSERS: Final[dict[ToolCallFormat, type[CallsParser]]] = {
+    "hermes": HermesParser,
+    "llama3": LlamaParser,
+    "mistral": MistralParser,
+}
+
+
+@dataclass(frozen=True, slots=True)
+class OutputForm:
+    """How a model's output to one request is read. tools: the names of those that it may call; several: more than one
+    in an answer. thinks_already: the prompt ends within the thoughts."""
+
+    tools: Collection[str] = ()
+    several: bool = True
+    calls: ToolCallFormat = "hermes"
+    reasoning: ReasoningFormat = "none"
+    thinks_already: bool = False
+
+    @property
+    def make_reader(self) -> Callable[[], PieceReader] | None:
+        """Of one choice; None when all text is the answer."""
+        return self._reader if self.tools or self.reasoning != "none" else None
+
+    def _reader(self) -> PieceReader:
+        reader: PieceReader = PlainText()
+        if self.tools:
+            new_id = new_mistral_id if self.calls == "mistral" else new_call_id
+            reader = _PARSERS[self.calls](CallRules(self.tools, self.several, new_id))
+        if self.reasoning == "think":
+            reader = ReasoningParser(reader, opened=self.thinks_already)
+        return reader
