@@ -23,6 +23,7 @@ from microserving.engine.engine import Engine
 from microserving.engine.jobs import LoadSnapshot, Reservation, SendDone, SendJob
 from microserving.engine.statistics import Timings
 from microserving.errors import EngineUnavailable, KVExhausted, MicroservingError, Overloaded, ShuttingDown
+from microserving.grammar import GrammarCompiler
 from microserving.protocol.generation import GenerationChunk, GenerationRequest
 
 logger = logging.getLogger(__name__)
@@ -71,6 +72,10 @@ class AsyncEngine:
     def max_context(self) -> int:
         return self._engine.max_context
 
+    @property
+    def grammars(self) -> GrammarCompiler:
+        return self._engine.grammars
+
     async def start(self) -> None:
         """Start the thread. Once."""
         self._loop = asyncio.get_running_loop()
@@ -95,8 +100,11 @@ class AsyncEngine:
         Closing the generator, or cancelling its reader, aborts the request. Raises as ``Engine.submit``, and whatever
         the request ends with.
         """
+        grammar = request.grammar
+        compiled = None if grammar is None else await self.grammars.compile_off_loop(grammar)
         stream = _Stream()
-        self._engine.submit(request, begin=begin, on_chunk=partial(self._post_chunk, stream))
+        on_chunk = partial(self._post_chunk, stream)
+        self._engine.submit(request, begin=begin, on_chunk=on_chunk, grammar=compiled)
         try:
             while True:
                 chunk = await stream.next()

@@ -22,15 +22,17 @@ import numpy as np
 
 from microserving.engine.books import Books, Event
 from microserving.engine.config import EngineConfig
+from microserving.engine.constraint import Constraint
 from microserving.engine.execution import Executor
 from microserving.engine.jobs import LoadSnapshot, Reservation, SendDone, SendJob
-from microserving.engine.output import EngineTokenizer, OutputProcessor
+from microserving.engine.output import EngineTokenizer, OutputProcessor, stop_ids
 from microserving.engine.pacing import Pacer
 from microserving.engine.runner import ModelRunner
 from microserving.engine.statistics import Timings
 from microserving.engine.tasks import Generation, OnChunk, OnSent, Send
 from microserving.engine.validation import check_generation, check_prompt, check_send
-from microserving.errors import InternalError, KVExhausted, MicroservingError
+from microserving.errors import InternalError, InvalidRequest, KVExhausted, MicroservingError
+from microserving.grammar import CompiledGrammar, GrammarCompiler, GrammarError
 from microserving.protocol.generation import GenerationRequest
 from microserving.protocol.microserving import resolve_index
 from microserving.scheduler import LeasedPages, Scheduler, SequenceKind
@@ -54,6 +56,7 @@ class Engine:
     ) -> None:
         self._runner = runner
         self._tokenizer = tokenizer
+        self.grammars = GrammarCompiler(tokenizer)
         self._clock = clock
         self._vocab_size = min(runner.vocab_size, tokenizer.vocab_size)
         self._lease_ttl_s = config.lease_ttl_s
@@ -88,11 +91,19 @@ class Engine:
 
     # --- requests --------------------------------------------------------------------------------------------
 
-    def submit(self, request: GenerationRequest, *, begin: int | None = None, on_chunk: OnChunk) -> None:
+    def submit(
+        self,
+        request: GenerationRequest,
+        *,
+        begin: int | None = None,
+        on_chunk: OnChunk,
+        grammar: CompiledGrammar | None = None,
+    ) -> None:
         """Queue a generation, or continue the reservation of the same request id.
 
         begin: from where on the caller wants the prompt computed here; what is in the cache beyond it is used. A resumed
-        output that had ended already is told its end at once.
+        output that had ended already is told its end at once. grammar: the request's, for a caller who must not wait for
+        it to be compiled here.
         Raises InvalidRequest, ContextLengthExceeded, RequestConflict, LeaseError, Overloaded, EngineUnavailable;
         then nothing was changed.
         """
@@ -105,6 +116,7 @@ class Engine:
             self._tokenizer.eos_token_ids,
             prompt_tokens=len(prompt),
             max_output=max_output,
+            constraint=self._constraint(request, grammar),
         )
         ended = output.resume(request.resume_output_ids)
         with self._changing() as events:
@@ -297,6 +309,17 @@ class Engine:
             deadline=None if request.timeout_s is None else now + request.timeout_s,
             prompt_length=len(request.prompt_token_ids),
         )
+
+    def _constraint(self, request: GenerationRequest, grammar: CompiledGrammar | None) -> Constraint | None:
+        """Raises InvalidRequest."""
+        if request.grammar is None:
+            return None
+        compiled = grammar or self.grammars.compile(request.grammar)
+        ends = stop_ids(request.stop, self._tokenizer.eos_token_ids)
+        try:
+            return Constraint(compiled.matcher(), ends, self._vocab_size, compiled.not_first)
+        except GrammarError as error:
+            raise InvalidRequest(f"the grammar cannot be used: {error}", param="grammar") from None
 
     def _copy_for(self, lease: LeasedPages) -> None:
         """Raises InternalError; then the lease has ended."""

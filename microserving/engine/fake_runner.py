@@ -180,6 +180,17 @@ class FakeTokenizer:
         self.vocab_size = vocab_size
         self.eos_token_ids = eos_token_ids
 
+    special_token_ids: frozenset[int] = frozenset()
+    strips_first_space = False
+
+    def token_bytes(self, token_id: int) -> bytes:
+        """Of a byte-level vocabulary: what a grammar sees."""
+        return bytes((token_id,)) if 0 <= token_id < 256 else b""
+
+    def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
+        del add_special_tokens  # it has none
+        return list(text.encode())
+
     def detokenizer(self) -> FakeDetokenizer:
         return FakeDetokenizer()
 

@@ -12,7 +12,9 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Protocol
 
+from microserving.engine.constraint import Constraint
 from microserving.errors import InvalidRequest
+from microserving.grammar import GrammarError, GrammarTokenizer
 from microserving.protocol.generation import FinishReason, GenerationChunk, StopParams
 
 
@@ -26,11 +28,8 @@ class Detokenizer(Protocol):
         """What is left at the end."""
 
 
-class EngineTokenizer(Protocol):
+class EngineTokenizer(GrammarTokenizer, Protocol):
     """What the engine needs of a tokenizer (``microserving.tokenizer.Tokenizer`` has it)."""
-
-    @property
-    def vocab_size(self) -> int: ...
 
     @property
     def eos_token_ids(self) -> frozenset[int]: ...
@@ -75,10 +74,16 @@ class StopMatcher:
         return 0
 
 
+def stop_ids(stop: StopParams, eos_token_ids: frozenset[int]) -> frozenset[int]:
+    """The ids that end an output."""
+    return frozenset(stop.stop_token_ids) | (frozenset() if stop.ignore_eos else eos_token_ids)
+
+
 class OutputProcessor:
     """One request's output. ``max_output``: the tokens it may have at most (max_tokens, or what the context leaves).
 
-    cached_tokens: what its chunks tell (``GenerationChunk``); written by the owner when it is known.
+    cached_tokens: what its chunks tell (``GenerationChunk``); written by the owner when it is known. constraint: what the
+    output must match; it is told every token, and ends the output when nothing more can come.
     """
 
     def __init__(
@@ -89,10 +94,12 @@ class OutputProcessor:
         *,
         prompt_tokens: int,
         max_output: int,
+        constraint: Constraint | None = None,
     ) -> None:
         self._detokenizer = detokenizer
         self._matcher = StopMatcher(stop.stop)
-        self._stop_ids = frozenset(stop.stop_token_ids) | (frozenset() if stop.ignore_eos else eos_token_ids)
+        self._stop_ids = stop_ids(stop, eos_token_ids)
+        self.constraint = constraint
         self._prompt_tokens = prompt_tokens
         self._max_output = max_output
         self._unshown: list[int] = []
@@ -109,9 +116,16 @@ class OutputProcessor:
         for token_id in token_ids:
             if reason is not None:
                 raise InvalidRequest("these tokens go on after the output's end", param="resume_output_ids")
-            chunk = self.put(token_id)
+            chunk = self._resumed(token_id)
             reason = None if chunk is None else chunk.finish_reason
         self._unshown = []
+        if (
+            self.completion_tokens
+            and reason is None
+            and self.constraint is not None
+            and self.constraint.look()
+        ):
+            reason = "stop"
         return None if reason is None else self._chunk("", reason)
 
     def preempted(self) -> GenerationChunk:
@@ -120,7 +134,20 @@ class OutputProcessor:
         return self._chunk("", "preempt")
 
     def put(self, token_id: int) -> GenerationChunk | None:
-        """Take the next token. None = nothing to show yet; a chunk with ``finish_reason`` is the last one."""
+        """Take the next token. None = nothing to show yet; a chunk with ``finish_reason`` is the last one.
+
+        Raises GrammarError.
+        """
+        return self._take(token_id, look=True)
+
+    def _resumed(self, token_id: int) -> GenerationChunk | None:
+        try:
+            return self._take(token_id, look=False)
+        except GrammarError:
+            raise InvalidRequest("these tokens do not match the grammar", param="resume_output_ids") from None
+
+    def _take(self, token_id: int, *, look: bool) -> GenerationChunk | None:
+        """look: whether what may come next is wanted."""
         self._unshown.append(token_id)
         self.completion_tokens += 1
         if token_id in self._stop_ids:
@@ -128,6 +155,10 @@ class OutputProcessor:
         text, stopped = self._matcher.put(self._detokenizer.put(token_id))
         if stopped:
             return self._chunk(text, "stop")
+        if self.constraint is not None:
+            self.constraint.accept(token_id)
+            if look and self.constraint.look():
+                return self._last(text, "stop")
         if self.completion_tokens >= self._max_output:
             return self._last(text, "length")
         return self._chunk(text, None) if text else None

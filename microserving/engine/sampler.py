@@ -8,9 +8,10 @@ The order, for each row:
  2. repetition_penalty over prompt and output (CTRL, arXiv:1909.05858: positive logits are divided, others multiplied),
     then frequency_penalty * count and presence_penalty * (count > 0) over the output (OpenAI's API reference);
  3. logit_bias is added (OpenAI);
- 4. temperature below 1e-5 (vLLM's ``_SAMPLING_EPS``): the highest logit; otherwise the logits are divided by it;
- 5. top_k, top_p, min_p, each over what the one before left (the order of HF transformers' ``generate``);
- 6. softmax in float64, inverse CDF over ascending token ids with one uniform number.
+ 4. what a grammar does not allow gets -inf, whatever it had;
+ 5. temperature below 1e-5 (vLLM's ``_SAMPLING_EPS``): the highest logit; otherwise the logits are divided by it;
+ 6. top_k, top_p, min_p, each over what the one before left (the order of HF transformers' ``generate``);
+ 7. softmax in float64, inverse CDF over ascending token ids with one uniform number.
 vLLM adds the bias before the penalties and applies min_p before top_k: it differs only where these are combined.
 Equal logits: the lowest id comes first, in greedy, in top_k and in top_p.
 
@@ -37,11 +38,13 @@ Floats = npt.NDArray[np.float64]
 
 @dataclass(frozen=True, slots=True)
 class SamplingRow:
-    """What one row is sampled for. tokens: prompt and output so far; the output begins at ``prompt_length``."""
+    """What one row is sampled for. tokens: prompt and output so far; the output begins at ``prompt_length``. allowed: the
+    ids that may come, bool [vocabulary]; None = all."""
 
     params: SamplingParams
     tokens: Sequence[int]
     prompt_length: int
+    allowed: npt.NDArray[np.bool_] | None = None
 
     @property
     def position(self) -> int:
@@ -72,9 +75,13 @@ def _sample_row(logits: npt.NDArray[np.float32], row: SamplingRow, best: int) ->
         return InternalError("the model's logits are not finite")
     params = row.params
     greedy = params.temperature < GREEDY_BELOW
-    if greedy and not _changes_logits(params):
+    if greedy and row.allowed is None and not _changes_logits(params):
         return best
     changed = _with_bias(_with_penalties(logits.astype(np.float64), row), params)
+    if row.allowed is not None:
+        changed[~row.allowed] = -np.inf
+        if not np.isfinite(changed.max()):
+            return InternalError("the model's logits leave nothing that the grammar allows")
     if greedy:
         return int(np.argmax(changed))
     return _draw(changed / params.temperature, params, uniform(params.seed, row.position))

@@ -60,18 +60,22 @@ class Generation:
         return RunnerChunk(tokens, chunk.start, self.sequence.pages, needs_logits=chunk.last)
 
     def sampling_row(self) -> SamplingRow:
-        return SamplingRow(self.sampling, self.sequence.tokens, self.sequence.prompt_length)
+        constraint = self.output.constraint
+        allowed = None if constraint is None else constraint.allowed
+        return SamplingRow(self.sampling, self.sequence.tokens, self.sequence.prompt_length, allowed)
 
     def take(self, token: int | InternalError) -> SampledToken | InternalError:
-        """Turn a sampled token into text. The wall: a fault in one request's text ends only that request."""
+        """Turn a sampled token into text. The wall: a fault in one request's text or grammar ends only that request."""
         if isinstance(token, InternalError):
             return token
         self.output.cached_tokens = min(self.sequence.cached_tokens, self.sequence.prompt_length)
         try:
             return SampledToken(token, self.output.put(token))
         except Exception:
-            logger.exception("token %d of request %s has no text", token, self.sequence.request_id)
-            return InternalError("a token could not be turned into text")
+            logger.exception("token %d of request %s cannot be taken", token, self.sequence.request_id)
+            return InternalError(
+                "a token could not be turned into text, or what follows it is not to be found out"
+            )
 
 
 @dataclass(frozen=True, slots=True)

@@ -45,6 +45,10 @@ def check_generation(request: GenerationRequest, *, vocab_size: int, max_context
             raise InvalidRequest(
                 f"logit_bias: token id {token} is outside of [0, {vocab_size})", param="logit_bias"
             )
+    if request.grammar is not None and request.stop.ignore_eos:
+        raise InvalidRequest(
+            "an output that must match something cannot go on behind its end", param="ignore_eos"
+        )
     if max_tokens is None:
         return max_context - prompt_tokens
     if max_tokens < 1:

@@ -15,7 +15,7 @@ from contextlib import aclosing
 
 from microserving.errors import ContextLengthExceeded, DeadlineExceeded, InternalError, InvalidRequest
 from microserving.front.backend import Backend
-from microserving.protocol.generation import GenerationChunk, GenerationRequest
+from microserving.protocol.generation import GenerationChunk, GenerationRequest, Grammar
 from microserving.protocol.openai import UINT64_MAX, GenerationFields
 
 IndexedChunk = tuple[int, GenerationChunk]
@@ -71,6 +71,12 @@ def check_vocabulary(fields: GenerationFields, vocab_size: int) -> None:
         raise InvalidRequest("a token id is not in the vocabulary", param="stop_token_ids")
 
 
+def grammar_of(fields: GenerationFields) -> Grammar | None:
+    """What every output must match. Raises InvalidRequest when the request says it twice."""
+    bound = fields.constraint()
+    return None if bound is None else bound[0]
+
+
 def plan_generations(
     fields: GenerationFields,
     prompts: Sequence[Sequence[int]],
@@ -78,9 +84,10 @@ def plan_generations(
     request_id: str,
     headers: Mapping[str, str] | None = None,
     timeout_s: float | None = None,
+    grammar: Grammar | None = None,
 ) -> list[GenerationRequest]:
     """One generation per choice, in index order. limits: the resolved max_tokens of each prompt. headers: for router
-    programs. timeout_s: from now."""
+    programs. timeout_s: from now. grammar: that every choice must match."""
     seed = pick_seed(fields.seed)
     choices = [(i, j) for i in range(len(prompts)) for j in range(fields.n)]
     return [
@@ -94,6 +101,7 @@ def plan_generations(
             timeout_s=timeout_s,
             metadata=fields.metadata,
             headers=headers or {},
+            grammar=grammar,
         )
         for index, (i, j) in enumerate(choices)
     ]

@@ -7,12 +7,11 @@ Everything that can be refused is refused with a real status: the stream's heade
 from __future__ import annotations
 
 import asyncio
-import dataclasses
 import time
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Any, TypeVar
 
-from microserving.errors import InvalidRequest
+from microserving.errors import InvalidRequest, NoEngine
 from microserving.front.backend import Backend, ServedModel
 from microserving.front.client_headers import routing_headers
 from microserving.front.deadline import remaining_s
@@ -27,6 +26,7 @@ from microserving.front.generations import (
 )
 from microserving.front.models import ModelsFront
 from microserving.front.settings import FrontSettings
+from microserving.grammar import GrammarCompiler
 from microserving.protocol.body import (
     WireModel,
     header_value,
@@ -87,12 +87,18 @@ class OpenAIFront:
     """The handlers, and what they share with the chat's (``front.chat``). Holds no state of requests."""
 
     def __init__(
-        self, backend: Backend, settings: FrontSettings, clock: Callable[[], float] = time.time
+        self,
+        backend: Backend,
+        settings: FrontSettings,
+        clock: Callable[[], float] = time.time,
+        grammars: GrammarCompiler | None = None,
     ) -> None:
+        """grammars: the backend's own, when it has some; else this has one for each tokenizer that comes."""
         self._backend = backend
         self.served = ModelsFront(backend).served
         self.settings = settings
         self._clock = clock
+        self._grammars = grammars
 
     async def completions(self, exchange: Exchange) -> None:
         fields = parse_request(exchange, CompletionRequest, strict=self.settings.strict_fields)
@@ -122,12 +128,11 @@ class OpenAIFront:
         grammar: Grammar | None = None,
     ) -> None:
         """Generate ``fields.n`` choices of each prompt and answer in the shape. make_shape: an ``AnswerShape``'s constructor. limits:
-        max_tokens of each prompt. grammar: that every choice must match."""
+        max_tokens of each prompt. grammar: that every choice must match, instead of what the request's own fields say."""
         headers = routing_headers(exchange.client_headers)
         timeout_s = remaining_s(exchange, fields.timeout)
-        requests = plan_generations(fields, prompts, limits, exchange.request_id, headers, timeout_s)
-        if grammar is not None:
-            requests = [dataclasses.replace(request, grammar=grammar) for request in requests]
+        grammar = await self._checked_grammar(fields, grammar)
+        requests = plan_generations(fields, prompts, limits, exchange.request_id, headers, timeout_s, grammar)
         shape = make_shape(
             request_id=exchange.request_id,
             created=int(self._clock()),
@@ -138,6 +143,24 @@ class OpenAIFront:
         usage = Usage(sum(map(len, prompts)), fields.n)
         answer = stream_answer if fields.stream else whole_answer
         await answer(exchange, self._backend, requests, shape, usage, self.settings.max_concurrent_choices)
+
+    async def _checked_grammar(self, fields: GenerationFields, grammar: Grammar | None) -> Grammar | None:
+        """What binds the choices; it can be compiled. Raises InvalidRequest, Overloaded."""
+        param = "tools"
+        if grammar is None:
+            bound = fields.constraint()
+            if bound is None:
+                return None
+            grammar, param = bound
+        if fields.ignore_eos:
+            raise InvalidRequest(f"{param} and ignore_eos cannot be combined", param="ignore_eos")
+        tokenizer = self._backend.tokenizer
+        if tokenizer is None:  # the last engine has left meanwhile
+            raise NoEngine("no engine is ready to serve this", retry_after_s=1)
+        if self._grammars is None or self._grammars.tokenizer is not tokenizer:
+            self._grammars = GrammarCompiler(tokenizer)
+        await self._grammars.compile_off_loop(grammar, param=param)
+        return grammar
 
 
 async def stream_answer(

@@ -19,6 +19,7 @@ from microserving.protocol.generation import (
     RemoteSendResult,
 )
 from microserving.protocol.openai import INT32_MAX, MAX_NAME_CHARS, CompletionRequest, Prompt, token_ids
+from microserving.protocol.structured import WireGrammar, wire_grammar
 
 PROTOCOL_VERSION: Final = 1
 
@@ -54,6 +55,7 @@ class VerbRequest(CompletionRequest):
         tuple[int, ...], PlainValidator(_resumed, json_schema_input_type=list[int])
     ] = ()
     preemption: Preemption = "recompute"
+    grammar: WireGrammar = None
 
     @field_validator("n")
     @classmethod
@@ -249,6 +251,7 @@ def completion_body(request: GenerationRequest, *, model: str | None) -> dict[st
         "timeout": request.timeout_s,
         "resume_output_ids": list(request.resume_output_ids),
         "preemption": None if request.preemption == "recompute" else request.preemption,
+        "grammar": wire_grammar(request.grammar),
     }
     return {
         "model": model,

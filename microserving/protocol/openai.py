@@ -4,7 +4,7 @@ Owns names, types, ranges and defaults of the fields, and their mapping to ``Sam
 does not know the model: limits that depend on it (context, vocabulary) are checked by ``front``.
 
 Limits beyond OpenAI's own: see the constants. Fields of OpenAI that we cannot honour yet (logprobs, echo, suffix,
-best_of > 1, tools, response_format other than text) are refused when set to something, never ignored.
+best_of > 1, tools) are refused when set to something, never ignored.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from pydantic import BeforeValidator, Field, PlainValidator, ValidationInfo, fie
 
 from microserving.protocol.body import WireModel, invalid
 from microserving.protocol.generation import SamplingParams, StopParams
+from microserving.protocol.structured import StructuredFields
 
 INT32_MAX: Final = 2**31 - 1
 UINT64_MAX: Final = 2**64 - 1
@@ -138,12 +139,6 @@ def _best_of(value: Any) -> Any:
     return value
 
 
-def _response_format(value: Any) -> Any:
-    if not isinstance(value, dict) or value.get("type") != "text":
-        raise invalid('only {"type": "text"} is supported')
-    return value
-
-
 Unsupported = Annotated[Any, PlainValidator(_unsupported, json_schema_input_type=Literal[False] | None)]
 
 
@@ -151,7 +146,7 @@ class StreamOptions(WireModel):
     include_usage: bool = False
 
 
-class GenerationFields(WireModel):
+class GenerationFields(StructuredFields):
     """What both endpoints and the verbs share. The extensions have vLLM's names."""
 
     model: Annotated[str, Field(min_length=1, max_length=MAX_NAME_CHARS)] | None = None
@@ -188,9 +183,6 @@ class GenerationFields(WireModel):
         Field(default_factory=dict)
     )
     """Router programs see it; without effect otherwise."""
-    response_format: Annotated[
-        Any, PlainValidator(_response_format, json_schema_input_type=dict[str, Any])
-    ] = None
 
     @property
     def include_usage(self) -> bool:

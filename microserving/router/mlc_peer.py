@@ -10,6 +10,7 @@ from typing import Any, Final
 
 from microserving.errors import EngineUnavailable, InvalidRequest
 from microserving.program import EngineRole, Request
+from microserving.protocol.generation import Grammar
 from microserving.protocol.microserving import PROTOCOL_VERSION, EngineInfo
 
 MAX_CONTEXT: Final = 2**20
@@ -54,11 +55,21 @@ def mlc_body(body: Mapping[str, Any], request: Request) -> dict[str, Any]:
         if body.get(name, neutral) != neutral:
             raise InvalidRequest(f"the engines of this server do not know {name}", param=name)
     fields = {name: body[name] for name in _SAME if body.get(name) not in (None, [], {})}
+    if request.grammar is not None:
+        fields["response_format"] = _response_format(request.grammar)
     fields["user"] = request.request_id  # its request id
     fields["seed"] = request.sampling.seed & _INT31
     if request.stop.ignore_eos:
         fields["debug_config"] = {"ignore_eos": True}
     return fields
+
+
+def _response_format(grammar: Grammar) -> dict[str, str]:
+    """JSON is all that it can be bound to. Raises InvalidRequest."""
+    if grammar.kind not in ("json_object", "json_schema"):
+        raise InvalidRequest(f"the engines of this server cannot enforce a {grammar.kind}", param="grammar")
+    schema = {"schema": grammar.text} if grammar.kind == "json_schema" else {}
+    return {"type": "json_object", **schema}
 
 
 def mlc_info(models: Mapping[str, Any] | None, *, role: EngineRole, rank: int) -> EngineInfo:

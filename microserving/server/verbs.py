@@ -12,7 +12,7 @@ from typing import TypeVar
 from microserving.errors import InvalidRequest
 from microserving.front import Exchange, FrontSettings, HotRoute, parse_request, tokenize
 from microserving.front.deadline import before_deadline, remaining_s
-from microserving.front.generations import check_vocabulary, pick_seed, resolve_max_tokens
+from microserving.front.generations import check_vocabulary, grammar_of, pick_seed, resolve_max_tokens
 from microserving.front.openai_api import stream_answer, whole_answer
 from microserving.protocol.generation import GenerationRequest
 from microserving.protocol.microserving import (
@@ -139,6 +139,7 @@ class Verbs:
             timeout_s=remaining_s(exchange, fields.timeout),
             resume_output_ids=fields.resume_output_ids,
             preemption=fields.preemption,
+            grammar=grammar_of(fields),
         )
         shape = CompletionShape(
             request_id=exchange.request_id,
