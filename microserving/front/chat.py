@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from functools import partial
-from typing import Final
+from typing import Any, Final
 
 from microserving.errors import InvalidRequest
 from microserving.front.chat_output import OutputForm
@@ -48,17 +49,35 @@ class ChatFront:
             param="messages",
         )
         grammar = _grammar(fields, tokenizer)
-        form = _output_form(fields, tokenizer, prompt, constrained=grammar is not None)
+        constrained = grammar is not None or fields.constraint() is not None
+        form = _output_form(fields, tokenizer, prompt, constrained=constrained)
         shape = partial(ChatShape, make_reader=form.make_reader)
         await self._front.answer(exchange, shape, fields, model, [prompt], [limit], grammar)
 
 
 def _grammar(fields: ChatCompletionRequest, tokenizer: Tokenizer) -> Grammar | None:
-    """What the output must match, if anything."""
+    """What the output must match for the sake of its tools; None when they ask for nothing, whatever else does.
+
+    Raises InvalidRequest for a form of answers that cannot stand beside calls.
+    """
+    answer: dict[str, Any] | None = None
     if not fields.forced_tools:
-        return None
+        bound = fields.constraint()
+        if bound is None or not fields.offered_tools:
+            return None
+        answer = _schema(*bound)
     form = tool_call_format(tokenizer.tool_call_format, tokenizer.chat_template)
-    return Grammar("lark", calls_grammar(fields.forced_tools, form, several=fields.several_calls))
+    tools = fields.forced_tools or fields.offered_tools
+    return Grammar("lark", calls_grammar(tools, form, several=fields.several_calls, answer=answer))
+
+
+def _schema(grammar: Grammar, param: str) -> dict[str, Any]:
+    if grammar.kind == "json_object":
+        return {"type": "object"}
+    if grammar.kind != "json_schema":
+        raise InvalidRequest(f"{param} cannot be combined with tools", param=param)
+    schema: dict[str, Any] = json.loads(grammar.text)
+    return schema
 
 
 def _output_form(

@@ -24,8 +24,9 @@ def calls_grammar(
     rules.append("call: " + " | ".join(f"call_{number}" for number in range(len(tools))))
     key = "parameters" if form == "llama3" else "arguments"
     for number, tool in enumerate(tools):
-        head = json.dumps(f'{{"name": "{tool.name}", "{key}": ')
-        rules.append(f'call_{number}: {head} arguments_{number} "}}"')
+        # In the lexemes of JSON: a longer one would win against an answer that begins like it.
+        head = ["{", '"name"', ":", " ", f'"{tool.name}"', ",", " ", f'"{key}"', ":", " "]
+        rules.append(f'call_{number}: {" ".join(map(json.dumps, head))} arguments_{number} "}}"')
         rules.append(f"arguments_{number}: %json {json.dumps(_closed(tool.parameters))}")
     if answer is not None:
         rules.append(f"answer: %json {json.dumps(answer)}")
