@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import threading
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
@@ -138,7 +139,10 @@ async def listening(server: MockServer) -> AsyncIterator[str]:
     async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         try:
             while head := await reader.readuntil(b"\r\n\r\n"):
-                path = head.split(b" ")[1].decode()
+                method, path = head.decode().split(" ")[:2]
+                if method == "GET":
+                    await _tell(writer, path)
+                    continue
                 fields = dict(line.lower().split(b": ", 1) for line in head.strip().split(b"\r\n")[1:])
                 body = await reader.readexactly(int(fields[b"content-length"]))
                 await _write(writer, server, path, body)
@@ -152,12 +156,47 @@ async def listening(server: MockServer) -> AsyncIterator[str]:
         yield f"http://127.0.0.1:{listener.sockets[0].getsockname()[1]}/v1"
 
 
+async def _tell(writer: asyncio.StreamWriter, path: str) -> None:
+    """The model's name; nothing else is known."""
+    known = path == "/v1/models"
+    body = b'{"data": [{"id": "mock"}]}' if known else b"{}"
+    writer.write(b"HTTP/1.1 %d x\r\ncontent-length: %d\r\n\r\n%b" % (200 if known else 404, len(body), body))
+    await writer.drain()
+
+
 async def _write(writer: asyncio.StreamWriter, server: MockServer, path: str, body: bytes) -> None:
     writer.write(b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\ntransfer-encoding: chunked\r\n\r\n")
     async for data in server.stream(path, body):
         writer.write(b"%x\r\n%b\r\n" % (len(data), data))
     writer.write(b"0\r\n\r\n")
     await writer.drain()
+
+
+class Background:
+    """The server in a thread of its own; ``url`` is where. A context."""
+
+    def __init__(self, plans: Iterator[Plan]) -> None:
+        self.url = ""
+        self.server: MockServer
+        self._plans = plans
+        self._ready = threading.Event()
+        self._thread = threading.Thread(target=lambda: asyncio.run(self._serve()))
+
+    def __enter__(self) -> Background:
+        self._thread.start()
+        self._ready.wait()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._loop.call_soon_threadsafe(self._over.set)
+        self._thread.join()
+
+    async def _serve(self) -> None:
+        self._loop, self._over = asyncio.get_running_loop(), asyncio.Event()
+        self.server = MockServer(self._plans)
+        async with listening(self.server) as self.url:
+            self._ready.set()
+            await self._over.wait()
 
 
 def _now() -> float:
