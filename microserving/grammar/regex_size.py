@@ -10,7 +10,7 @@ MAX_SIZE: Final = 20_000
 """Symbols of an expression with its repetitions written out: each may become a state of the matcher."""
 _TOKEN: Final = re.compile(
     # Every part has a longest length, so that a text that closes nothing is read in linear time.
-    r"""(?P<atom>\\[pPx]\{[^}]{0,64}\}|\\.|\[\^?\]?(?:\\.|[^\]\\]){0,512}\])
+    r"""(?P<atom>\\[pPx]\{[^}]{0,64}\}|\\.|\[\^?\]?(?:\\.|[^\]\\]){0,128}\])
     |(?P<open>\((?:\?[^:()]{0,16}:|\?P?<[^>()]{0,64}>)?)
     |(?P<close>\))
     |(?P<bar>\|)
