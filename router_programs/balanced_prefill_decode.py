@@ -2,13 +2,12 @@
 
 A prefill engine that is the bottleneck gets less to do: with ``pd_balance_factor`` 0.1 the decode engine computes the
 last tenth of every prompt itself. 0 is plain prefill/decode; at 1 the decode engine does everything. ``auto`` splits
-every prompt so that both engines are done with all they have at the same time, by their measured rates and queues;
-when most of a prompt is cached, the prefill engine is left out.
+every prompt so that both engines are done with all they have at the same time, by their measured rates, queues and running
+outputs; when most of a prompt is cached, the prefill engine is left out.
 """
 
 from typing import Literal
 
-from microserving.policies import balanced_end
 from microserving.program import Chunks, Cluster, Fraction, Program, Request
 
 
@@ -21,7 +20,7 @@ class BalancedPrefillDecode(Program):
         begin = 0
         if self.pd_balance_factor == "auto":
             matched = await decode.match_prefix(request)
-            end = balanced_end(request.prompt_length, matched, prefill.load, decode.load)
+            end = cluster.balanced_end(request, matched, prefill, decode)
         else:
             matched, end = 0, request.split(self.pd_balance_factor)
         if end > matched:

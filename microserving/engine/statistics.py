@@ -15,6 +15,9 @@ from microserving.scheduler import Chunk, Scheduler, SequenceState
 
 EWMA_WEIGHT = 0.25
 """Weight of the newest step in a moving average."""
+_TELLING_TOKENS = 16
+"""A step with fewer prompt tokens says nothing of the prefill rate: it takes as long as a decode (a decode engine behind
+a prefill engine computes the last token of every prompt)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +55,7 @@ class Statistics:
             self.recomputed_tokens += max(0, min(end, sequence.computed_before) - chunk.start)
             prefilled += 0 if chunk.decode else chunk.length
             decodes = decodes or chunk.decode
-        if prefilled:
+        if prefilled >= _TELLING_TOKENS or (prefilled and not self.prefill_tokens_per_s):
             self.prefill_tokens_per_s = _average(self.prefill_tokens_per_s, prefilled / max(seconds, 1e-9))
         if decodes:
             self.decode_step_ms = _average(self.decode_step_ms, seconds * 1e3)

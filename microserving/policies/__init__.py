@@ -7,7 +7,7 @@ them: estimates that programs split prompts by, the index of prompt prefixes, an
 from __future__ import annotations
 
 from microserving.policies.base import Candidate, EngineLoad, Policy, Situation
-from microserving.policies.estimates import balanced_end, prompt_length
+from microserving.policies.estimates import NOMINAL_OUTPUT_TOKENS, balanced_end, decoding_s, prompt_length
 from microserving.policies.objectives import ObjectiveWatch, Shift
 from microserving.policies.prefix import prefix_aware
 from microserving.policies.prefix_index import PrefixIndex
@@ -16,6 +16,7 @@ from microserving.policies.simple import least_loaded, most_free_memory, power_o
 
 __all__ = [
     "NEED_REQUEST",
+    "NOMINAL_OUTPUT_TOKENS",
     "POLICIES",
     "Candidate",
     "EngineLoad",
@@ -25,6 +26,7 @@ __all__ = [
     "Shift",
     "Situation",
     "balanced_end",
+    "decoding_s",
     "least_loaded",
     "most_free_memory",
     "power_of_two",

@@ -62,13 +62,13 @@ class Situation:
     turn: how often this policy has been asked before, from 0. Round robin counts with it, the others break ties with
     it, so that equal engines share the work evenly. prompt_length: the request's, in tokens; 0 when there is no
     request. matched: engine id -> how many leading prompt tokens it has in its cache, as far as known. assigned: engine
-    id -> prompt tokens that were sent its way since it last told its load.
+    id -> prompt tokens that were sent its way since it last told its load, less what it has computed meanwhile.
     """
 
     turn: int = 0
     prompt_length: int = 0
     matched: Mapping[str, int] = field(default_factory=dict)
-    assigned: Mapping[str, int] = field(default_factory=dict)
+    assigned: Mapping[str, float] = field(default_factory=dict)
 
 
 class Policy(Protocol):

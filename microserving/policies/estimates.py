@@ -14,7 +14,10 @@ LONG_PROMPT_TOKENS = 512
 """From here on the prompt's own computation outweighs some steps of decoding."""
 MOSTLY_CACHED = 0.9
 """From this share of a prompt on, handing the rest over to another engine costs more than it saves."""
-_NOMINAL_OUTPUT_TOKENS = 64
+NOMINAL_OUTPUT_TOKENS = 64
+"""Of a request that does not say how many it wants."""
+MAX_OUTPUT_TOKENS = 256
+"""Few outputs are as long as a larger bound allows."""
 
 
 def prompt_length(engines: Sequence[CandidateT], situation: Situation) -> CandidateT:
@@ -29,13 +32,13 @@ def prompt_length(engines: Sequence[CandidateT], situation: Situation) -> Candid
     def cost(engine: CandidateT) -> tuple[float, float]:
         queued = situation.assigned.get(engine.id, 0) + situation.prompt_length
         prefill = prefill_finish_s(engine.load, queued, default_rate=rate)
-        decode = 0.0 if is_long else _NOMINAL_OUTPUT_TOKENS * engine.load.decode_step_ms / 1000
+        decode = 0.0 if is_long else NOMINAL_OUTPUT_TOKENS * engine.load.decode_step_ms / 1000
         return prefill + decode, engine.in_flight
 
     return cheapest(engines, situation, cost)
 
 
-def prefill_finish_s(load: EngineLoad, tokens: int, *, default_rate: float) -> float:
+def prefill_finish_s(load: EngineLoad, tokens: float, *, default_rate: float) -> float:
     """When an engine has computed all that is queued and ``tokens`` more. default_rate: tokens/s of an engine that has
     not measured its own yet; > 0."""
     return (load.queued_prefill_tokens + tokens) / (load.prefill_tokens_per_s or default_rate)
@@ -46,13 +49,33 @@ def fastest_rate(loads: Iterable[EngineLoad]) -> float:
     return max((load.prefill_tokens_per_s for load in loads), default=0.0) or 1.0
 
 
-def balanced_end(tokens: int, matched: int, prefill: EngineLoad, decode: EngineLoad) -> int:
+def decoding_s(load: EngineLoad, requests: int, output_tokens: int = NOMINAL_OUTPUT_TOKENS) -> float:
+    """How long an engine goes on decoding for the ``requests`` that are on it, each somewhere in an output of
+    ``output_tokens``: they share the steps, so the longest rest counts, which of n uniform ones is n / (n + 1)."""
+    steps = min(output_tokens, MAX_OUTPUT_TOKENS) * requests / (requests + 1)
+    return steps * load.decode_step_ms / 1000
+
+
+def balanced_end(
+    tokens: int,
+    matched: int,
+    prefill: EngineLoad,
+    decode: EngineLoad,
+    *,
+    queued: tuple[float, float] | None = None,
+    decoding: float = 0.0,
+) -> int:
     """Where to split a prompt so that the prefill and the decode engine are done with all they have at the same time.
 
-    tokens: the prompt's length, >= 1. matched: how many leading ones the decode engine has cached. The prefill engine
-    computes ``[matched, end)`` behind its queue P, the decode engine ``[end, tokens)`` behind its queue D, at rates p and
-    d; the two are done together when ``(P + end - matched) / p == (D + tokens - end) / d``. A rate that is not known
-    counts as the other one; with neither the prefill engine takes all it can.
+    tokens: the prompt's length, >= 1. matched: how many leading ones the decode engine has cached. queued: prompt tokens
+    before the two engines, when more is known than they told. decoding: seconds of decoding before the decode engine
+    (``decoding_s``): what it computes of a prompt comes on top of that, and holds those outputs up.
+
+    The prefill engine computes ``[matched, end)`` behind its queue P, the decode engine ``[end, tokens)`` behind its queue
+    D and its decoding t, at rates p and d; the two are done together when
+    ``(P + end - matched) / p == t + (D + tokens - end) / d``. (That the second part waits for the first one changes
+    nothing: what counts is that no engine idles while the other one has a queue.) A rate that is not known counts as the
+    other one; with neither the prefill engine takes all it can.
     Returns: end, in [0, tokens - 1], and never below ``matched`` but for the last token. ``end <= matched``: the prefill
     engine is not needed; also when most of the prompt is cached (``MOSTLY_CACHED``).
     """
@@ -64,7 +87,6 @@ def balanced_end(tokens: int, matched: int, prefill: EngineLoad, decode: EngineL
     if not p and not d:
         return last
     p, d = p or d, d or p
-    done_together = (
-        p * (decode.queued_prefill_tokens + tokens) - d * (prefill.queued_prefill_tokens - matched)
-    ) / (p + d)
+    before_p, before_d = queued or (prefill.queued_prefill_tokens, decode.queued_prefill_tokens)
+    done_together = (p * (before_d + d * decoding + tokens) - d * (before_p - matched)) / (p + d)
     return max(matched, min(int(done_together), last))

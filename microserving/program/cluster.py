@@ -3,13 +3,23 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections import Counter
 from collections.abc import Awaitable, Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import get_args
 
 from microserving.errors import ConfigError, MicroservingError, NoEngine
-from microserving.policies import NEED_REQUEST, POLICIES, EngineLoad, PrefixIndex, Situation
+from microserving.policies import (
+    NEED_REQUEST,
+    NOMINAL_OUTPUT_TOKENS,
+    POLICIES,
+    EngineLoad,
+    PrefixIndex,
+    Situation,
+    balanced_end,
+    decoding_s,
+)
 from microserving.program.engine_client import EngineClient, EngineRole
 from microserving.program.metrics import ClusterMetrics
 from microserving.program.request import Request
@@ -28,19 +38,25 @@ _ASK_S = 0.5
 """How long ``prefix_aware_exact`` waits for an engine's answer; of a slower one the index is believed."""
 
 
-class Assigned:
-    """Prompt tokens that were sent each engine's way since it last told its load, so that a burst between two looks at
-    the load is spread."""
+class Backlog:
+    """Prompt tokens that each engine has still to compute: what it told last, what was sent its way since, and less what
+    it computes meanwhile at the rate that it told. So a burst between two looks at the load is spread.
 
-    def __init__(self) -> None:
-        self._tokens: dict[str, tuple[EngineLoad, int]] = {}
+    clock: seconds, monotonic.
+    """
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._known: dict[str, tuple[EngineLoad, float, float]] = {}  # load, tokens, when that was
 
     def add(self, engine: EngineClient, tokens: int) -> None:
-        self._tokens[engine.id] = (engine.load, self.since(engine) + tokens)
+        self._known[engine.id] = (engine.load, self.tokens(engine) + tokens, self._clock())
 
-    def since(self, engine: EngineClient) -> int:
-        load, tokens = self._tokens.get(engine.id, (None, 0))
-        return tokens if load is engine.load else 0
+    def tokens(self, engine: EngineClient) -> float:
+        load, tokens, since = self._known.get(engine.id, (None, 0.0, 0.0))
+        if load is not engine.load:
+            return engine.load.queued_prefill_tokens
+        return max(0.0, tokens - load.prefill_tokens_per_s * (self._clock() - since))
 
 
 @dataclass(slots=True)
@@ -48,7 +64,7 @@ class PoolState:
     """What all views of a pool share. turns: how often each policy was asked."""
 
     index: PrefixIndex = field(default_factory=PrefixIndex)
-    assigned: Assigned = field(default_factory=Assigned)
+    backlog: Backlog = field(default_factory=Backlog)
     turns: Counter[str] = field(default_factory=Counter)
 
 
@@ -171,16 +187,16 @@ class Pool:
         turn: int,
         matched: dict[str, int] | None,
     ) -> EngineClient:
-        index, assigned = self._state.index, self._state.assigned
+        index, backlog = self._state.index, self._state.backlog
         by_prefix = policy == "prefix_aware"
         prefix = index.look_up(request.cache_salt, request.prompt_token_ids) if by_prefix else None
         if matched is None:
             matched = dict(prefix.matched) if prefix is not None else {}
-        since = {engine.id: assigned.since(engine) for engine in engines}
-        engine = POLICIES[policy](engines, Situation(turn, request.prompt_length, matched, since))
+        assigned = {each.id: backlog.tokens(each) - each.load.queued_prefill_tokens for each in engines}
+        engine = POLICIES[policy](engines, Situation(turn, request.prompt_length, matched, assigned))
         if prefix is not None:
             index.routed(prefix, request.request_id, engine.id)
-        assigned.add(engine, request.prompt_length - min(matched.get(engine.id, 0), request.prompt_length))
+        backlog.add(engine, request.prompt_length - min(matched.get(engine.id, 0), request.prompt_length))
         return engine
 
 
@@ -188,6 +204,7 @@ class Cluster:
     """All engines, by role: ``cluster.prefill``, ``cluster.decode`` and ``cluster.all``.
 
     metrics: latencies of late, by pool. index: what is known of the engines' prefix caches; the router feeds both.
+    clock: seconds, monotonic.
     """
 
     def __init__(
@@ -198,13 +215,14 @@ class Cluster:
         all: EngineSource,
         set_role: SetRole | None = None,
         metrics: ClusterMetrics | None = None,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.metrics = ClusterMetrics() if metrics is None else metrics
         self.index = PrefixIndex()
-        assigned = Assigned()
-        self.prefill = Pool("prefill", prefill, PoolState(self.index, assigned))
-        self.decode = Pool("decode", decode, PoolState(self.index, assigned))
-        self.all = Pool("", all, PoolState(self.index, assigned))
+        self._backlog = Backlog(clock)
+        self.prefill = Pool("prefill", prefill, PoolState(self.index, self._backlog))
+        self.decode = Pool("decode", decode, PoolState(self.index, self._backlog))
+        self.all = Pool("", all, PoolState(self.index, self._backlog))
         self._set_role = set_role
 
     async def set_role(self, engine: EngineClient, role: EngineRole) -> None:
@@ -218,6 +236,28 @@ class Cluster:
         if self._set_role is None:
             raise ConfigError("the roles of this router's engines are fixed")
         await self._set_role(engine.id, role)
+
+    def balanced_end(
+        self, request: Request, matched: int, prefill: EngineClient, decode: EngineClient
+    ) -> int:
+        """Where to split the prompt so that both engines are done with all they have at the same time, as far as is known
+        now: ``microserving.policies.balanced_end``. What it gives each of them counts as sent there.
+
+        matched: leading prompt tokens that ``decode`` has cached. The request itself counts among those on ``decode``, as
+        it does once a policy chose that engine for it.
+        """
+        backlog, output = self._backlog, request.stop.max_tokens or NOMINAL_OUTPUT_TOKENS
+        end = balanced_end(
+            request.prompt_length,
+            matched,
+            prefill.load,
+            decode.load,
+            queued=(backlog.tokens(prefill), backlog.tokens(decode)),
+            decoding=decoding_s(decode.load, max(0, decode.in_flight - 1), output),
+        )
+        backlog.add(prefill, max(0, end - matched))
+        backlog.add(decode, request.prompt_length - max(end, min(matched, request.prompt_length)))
+        return end
 
     def bound(
         self,

@@ -343,6 +343,7 @@ class ModelCluster(Cluster):
             all=lambda: self._up(None),
             set_role=self._give_role,
             metrics=ClusterMetrics(asyncio.get_running_loop().time),
+            clock=asyncio.get_running_loop().time,
         )
 
     def __getitem__(self, engine_id: str) -> ModelEngine:

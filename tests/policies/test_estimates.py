@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from microserving.policies import EngineLoad, balanced_end
+from microserving.policies import EngineLoad, balanced_end, decoding_s
 
 engine_loads = st.builds(
     EngineLoad,
@@ -49,12 +49,31 @@ def test_balanced_end(tokens: int, matched: int, prefill: EngineLoad, decode: En
     assert balanced_end(tokens, matched, prefill, decode) == end
 
 
-@given(st.integers(1, 600), st.integers(0, 700), engine_loads, engine_loads)
+def test_what_is_known_beyond_the_loads() -> None:
+    loads = engine(400, 100), engine(0, 100)  # 400 and 0 are what they told
+    assert balanced_end(1000, 0, *loads) == 300
+    # (100 + e) / 100 == (300 + 1000 - e) / 100
+    assert balanced_end(1000, 0, *loads, queued=(100.0, 300.0)) == 600
+    # (100 + e) / 100 == 2 + (300 + 1000 - e) / 100: outputs go on for 2 s
+    assert balanced_end(1000, 0, *loads, queued=(100.0, 300.0), decoding=2.0) == 700
+    assert balanced_end(1000, 0, *loads, decoding=60.0) == 999
+
+
+def test_how_long_outputs_go_on() -> None:
+    load = EngineLoad(decode_step_ms=20.0)
+    assert decoding_s(load, 0) == 0.0
+    assert decoding_s(load, 1, 100) == pytest.approx(50 * 0.02)  # amid its output
+    assert decoding_s(load, 3, 100) == pytest.approx(75 * 0.02)  # the longest rest of three
+    assert decoding_s(load, 1, 100_000) == pytest.approx(128 * 0.02)  # that is a bound, not an output
+    assert decoding_s(EngineLoad(), 5) == 0.0
+
+
+@given(st.integers(1, 600), st.integers(0, 700), engine_loads, engine_loads, st.floats(0, 20))
 def test_no_other_split_is_done_sooner(
-    tokens: int, matched: int, prefill: EngineLoad, decode: EngineLoad
+    tokens: int, matched: int, prefill: EngineLoad, decode: EngineLoad, decoding: float
 ) -> None:
     """Of all legal splits the one chosen has its slower engine done first, within one token's work."""
-    end = balanced_end(tokens, matched, prefill, decode)
+    end = balanced_end(tokens, matched, prefill, decode, decoding=decoding)
     assert 0 <= end <= tokens - 1
     matched = min(matched, tokens - 1)
     if matched >= 0.9 * tokens:
@@ -64,7 +83,7 @@ def test_no_other_split_is_done_sooner(
 
     def done(split: int) -> float:
         first = (prefill.queued_prefill_tokens + split - matched) / prefill.prefill_tokens_per_s
-        second = (decode.queued_prefill_tokens + tokens - split) / decode.prefill_tokens_per_s
+        second = (decode.queued_prefill_tokens + tokens - split) / decode.prefill_tokens_per_s + decoding
         return max(first, second)
 
     best = min(map(done, range(matched, tokens)))

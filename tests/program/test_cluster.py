@@ -9,6 +9,7 @@ import pytest
 from microserving.errors import ConfigError, EngineUnavailable, NoEngine
 from microserving.policies import POLICIES
 from microserving.program import Cluster, EngineClient, EngineLoad, EngineRole, Pool
+from microserving.program.cluster import Backlog
 from microserving.program.testing import FakeCluster, FakeEngine, make_request
 
 
@@ -239,3 +240,41 @@ def test_engines_that_an_attempt_does_without(strictly: bool) -> None:
     else:
         assert len(bound.decode) == 2
     assert len(cluster.decode) == 2
+
+
+def test_a_backlog_is_worked_off_until_the_load_is_told_again() -> None:
+    now = 100.0
+    backlog = Backlog(lambda: now)
+    engine = FakeEngine("e", "prefill")
+    engine.load = EngineLoad(queued_prefill_tokens=200, prefill_tokens_per_s=100.0)
+    assert backlog.tokens(engine) == 200
+    backlog.add(engine, 300)
+    now = 102.0
+    assert backlog.tokens(engine) == 300  # 2 s at 100 tokens/s
+    backlog.add(engine, 50)
+    now = 103.0
+    assert backlog.tokens(engine) == 250
+    now = 200.0
+    assert backlog.tokens(engine) == 0
+    engine.load = EngineLoad(queued_prefill_tokens=70, prefill_tokens_per_s=100.0)
+    assert backlog.tokens(engine) == 70
+
+
+def test_the_balanced_split_sees_a_burst_and_running_outputs() -> None:
+    """p = d = 100 tokens/s, and nobody tells anything new meanwhile."""
+
+    async def scenario() -> None:
+        cluster = FakeCluster()
+        for engine in cluster.engines.values():
+            engine.load = EngineLoad(prefill_tokens_per_s=100.0, decode_step_ms=100.0)
+        prefill, decode = cluster["prefill-0"], cluster["decode-0"]
+        ends = [cluster.balanced_end(make_request(range(1000)), 0, prefill, decode) for _ in range(3)]
+        assert ends == pytest.approx([500, 500, 500], abs=2)  # what each got before is the same
+        for number in range(2):
+            await decode.prep_recv(make_request(range(9), request_id=f"other-{number}"), end=0)
+        # One of the two counts as this request itself: 8 / 2 = 4 steps of 0.1 s, 40 tokens' time, are before the rest.
+        request = make_request(range(1000), max_tokens=8)
+        assert cluster.balanced_end(request, 0, prefill, decode) == pytest.approx(520, abs=2)
+        assert cluster.balanced_end(request, 2000, prefill, decode) == 999
+
+    asyncio.run(scenario())

@@ -1,0 +1,132 @@
+"""The split by `auto` against every fixed factor, on a queueing model of one prefill and one decode engine.
+
+The model keeps what decides: the prefill engine serves one prompt after the other; the decode engine computes the rest
+of each only when the first part has arrived, in steps that it shares with running outputs, and that prompt tokens make
+at most ``MAX_ITL_RATIO`` times longer. Times are of a small model on two cores; no clock is read.
+"""
+
+from __future__ import annotations
+
+import random
+from collections import deque
+from collections.abc import Callable
+
+import pytest
+
+from microserving.policies import EngineLoad, balanced_end, decoding_s
+
+RATE, MAX_ITL_RATIO, CHUNK = 600.0, 2.5, 256
+PROMPT, OUTPUT = 600, 60
+FIXED = (0.0, 0.1, 0.2, 0.3, 0.5)
+Split = Callable[["Pair"], int]
+
+
+def step_s(sequences: int) -> float:
+    """A decode step with so many sequences."""
+    return 0.015 + 0.002 * sequences if sequences else 0.0
+
+
+class Pair:
+    """``serve`` returns the mean time of the requests from their arrival to their last token, in seconds."""
+
+    def __init__(self, split: Split) -> None:
+        self._split = split
+        self.now = 0.0
+        self.prefill_free_at = 0.0
+        self.underway: deque[tuple[float, float, int]] = (
+            deque()
+        )  # (when its first part is there, rest, request)
+        self.rests: deque[tuple[float, int]] = deque()  # prompt tokens for the decode engine
+        self.outputs: dict[int, int] = {}  # request -> tokens so far
+        self.ended: dict[int, float] = {}
+
+    def serve(self, arrivals: list[float]) -> float:
+        coming = deque(enumerate(arrivals))
+        while len(self.ended) < len(arrivals):
+            while coming and coming[0][1] <= self.now:
+                self._begin(*coming.popleft())
+            while self.underway and self.underway[0][0] <= self.now:
+                _, rest, request = self.underway.popleft()
+                self.rests.append((rest, request))
+            if self.rests or self.outputs:
+                self._step()
+            else:
+                self.now = min(
+                    [at for _, at in list(coming)[:1]] + [each[0] for each in list(self.underway)[:1]]
+                )
+        return sum(self.ended[request] - at for request, at in enumerate(arrivals)) / len(arrivals)
+
+    def _begin(self, request: int, at: float) -> None:
+        end = self._split(self)
+        if end:
+            self.prefill_free_at = max(self.prefill_free_at, at) + end / RATE
+        self.underway.append((self.prefill_free_at if end else at, PROMPT - end, request))
+        self.underway = deque(sorted(self.underway))
+
+    def _step(self) -> None:
+        alone = step_s(len(self.outputs))
+        budget = max(1.0, (MAX_ITL_RATIO - 1) * alone * RATE) if self.outputs else CHUNK
+        computed, begun = 0.0, []
+        while self.rests and computed < budget:
+            rest, request = self.rests.popleft()
+            part = min(rest, budget - computed)
+            computed += part
+            if rest - part > 1e-6:
+                self.rests.appendleft((rest - part, request))
+            else:
+                begun.append(request)
+        self.now += alone + computed / RATE
+        self.outputs = {request: tokens + 1 for request, tokens in self.outputs.items()}
+        self.ended |= {request: self.now for request, tokens in self.outputs.items() if tokens >= OUTPUT}
+        self.outputs = {request: tokens for request, tokens in self.outputs.items() if tokens < OUTPUT}
+        self.outputs |= dict.fromkeys(begun, 1)
+
+
+def fixed(factor: float) -> Split:
+    return lambda _pair: min(PROMPT - 1, round(PROMPT * (1 - factor)))
+
+
+def auto(pair: Pair) -> int:
+    """As the program asks, with loads that are told at once."""
+    before_prefill = max(0.0, pair.prefill_free_at - pair.now) * RATE
+    before_decode = sum(rest for rest, _ in pair.rests) + sum(rest for _, rest, _ in pair.underway)
+    load = EngineLoad(prefill_tokens_per_s=RATE, decode_step_ms=1000 * step_s(max(1, len(pair.outputs))))
+    others = len(pair.outputs) + len(pair.rests) + len(pair.underway)
+    return balanced_end(
+        PROMPT,
+        0,
+        load,
+        load,
+        queued=(before_prefill, before_decode),
+        decoding=decoding_s(load, others, OUTPUT),
+    )
+
+
+def mean_s(split: Split, rate: float) -> float:
+    """Over two draws of Poisson arrivals, the same for every split."""
+    means = []
+    for seed in (1, 2):
+        gaps, at, arrivals = random.Random(seed), 0.0, []
+        for _ in range(250):
+            arrivals.append(at := at + gaps.expovariate(rate))
+        means.append(Pair(split).serve(arrivals))
+    return sum(means) / len(means)
+
+
+def test_one_request_alone() -> None:
+    """600 tokens at 600/s (the last one in the other engine's step), then 59 steps of 17 ms."""
+    assert Pair(fixed(0.0)).serve([1.0]) == pytest.approx(1.0 + 59 * 0.017)
+
+
+@pytest.mark.parametrize("rate", [0.2, 0.6, 0.95, 1.1])
+def test_auto_is_near_the_best_fixed_factor_at_every_rate(rate: float) -> None:
+    """Requests per second from light load to past what the prefill engine alone can do (1.0)."""
+    best = min(mean_s(fixed(factor), rate) for factor in FIXED)
+    assert mean_s(auto, rate) <= 1.02 * best
+
+
+def test_no_fixed_factor_is_best_everywhere() -> None:
+    """So that the test above says something: what is best at one rate is far off at another."""
+    light, heavy = ({factor: mean_s(fixed(factor), rate) for factor in FIXED} for rate in (0.2, 1.1))
+    worst = {f: max(light[f] / min(light.values()), heavy[f] / min(heavy.values())) for f in FIXED}
+    assert min(worst.values()) > 1.03
