@@ -22,6 +22,9 @@ HELP_TEXTS = {
     "page_size": "tokens in one KV page",
     "kv_cache_bytes": "bytes of the KV pool",
     "max_context": "most tokens of prompt plus output",
+    "chat_template": "file with a chat template (Jinja) in place of the model's own",
+    "tool_call_format": "how the model writes calls of tools; auto: as its chat template shows",
+    "reasoning_format": "whether <think>...</think> is told apart from the answer; auto: if the chat template has it",
     "chunk_size_tokens": "most prompt tokens computed in one step, so that long prompts do not stop other output",
     "max_batch_size": "most sequences that decode in one step",
     "max_sequences": "most sequences held, active and queued",
@@ -60,6 +63,7 @@ def in_force() -> dict[str, object]:
     return {
         "served_model_name": "the model's own name",
         "max_context": "what the model was trained for",
+        "chat_template": "the model's own",
         "runtime_dir": default_runtime_dir(),
         "cache_dir": default_cache_dir(),
         "shutdown_timeout_s": f"{DRAIN_S:g} on a hybrid engine, 0 on others: behind a router they go on elsewhere",

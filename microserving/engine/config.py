@@ -8,6 +8,7 @@ from typing import Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
+from microserving.protocol.chat_formats import ReasoningSetting, ToolCallSetting
 from microserving.protocol.kv_layout import Activations, KVDtype
 from microserving.protocol.names import ModelNames
 from microserving.scheduler import PrefixCacheKind, SchedulerConfig
@@ -48,6 +49,9 @@ class EngineConfig(BaseModel):
     page_size: Literal[16, 32, 64] = 16
     kv_cache_bytes: int = Field(512 * 2**20, ge=2**20)
     max_context: int | None = Field(None, ge=1)
+    chat_template: Path | None = None
+    tool_call_format: ToolCallSetting = "auto"
+    reasoning_format: ReasoningSetting = "auto"
     chunk_size_tokens: int = Field(256, ge=1)
     max_batch_size: int = Field(32, ge=1)
     max_sequences: int = Field(128, ge=1)

@@ -25,7 +25,7 @@ from microserving.model_files.model_config import ModelConfig
 from microserving.protocol.kv_descriptor import check_secret
 from microserving.protocol.kv_layout import KVLayout
 from microserving.server.node import EngineNode, EngineParts
-from microserving.tokenizer import Tokenizer
+from microserving.server.tokenizers import open_tokenizer
 from microserving.transports import Transport, create_transport
 
 Progress = Callable[[str, float], None]
@@ -68,7 +68,7 @@ def open_parts(config: EngineConfig, transport: Transport, progress: Progress) -
     progress(_OPENING, 0.0)
     model = open_model(config.model, config.cache_dir, _fractions(progress))
     progress(_OPENING, 0.25)
-    tokenizer = Tokenizer.load(model)  # before the weights: a model without one is found at once
+    tokenizer = open_tokenizer(config, model)  # before the weights: a model without one is found at once
     progress(_OPENING, 0.5)
     model_hash = model.model_hash
     layout = kv_layout(model.config, config)

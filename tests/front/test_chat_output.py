@@ -13,8 +13,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from microserving.front.chat_output import OutputForm
-from microserving.front.chat_output.formats import ToolCallFormat, reasoning_format, tool_call_format
+from microserving.front.chat_output.formats import reasoning_format, tool_call_format
 from microserving.front.chat_output.tool_calls import new_call_id, new_mistral_id
+from microserving.protocol.chat_formats import ToolCallFormat
 from microserving.protocol.chat_responses import CallArguments, CallBegin, Content, Piece, Reasoning
 
 TOOLS = ("f", "get_weather")

@@ -10,9 +10,9 @@ import jsonschema
 import pytest
 
 from microserving.front.chat_output import OutputForm
-from microserving.front.chat_output.formats import ToolCallFormat
 from microserving.front.chat_output.tool_grammar import MAX_CALLS, calls_grammar
 from microserving.grammar import GrammarCompiler
+from microserving.protocol.chat_formats import ToolCallFormat
 from microserving.protocol.chat_responses import CallArguments, CallBegin, Content
 from microserving.protocol.chat_tools import Tool
 from microserving.protocol.generation import Grammar

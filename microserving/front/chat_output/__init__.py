@@ -6,7 +6,6 @@ from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from typing import Final
 
-from microserving.front.chat_output.formats import ReasoningFormat, ToolCallFormat
 from microserving.front.chat_output.reasoning import ReasoningParser
 from microserving.front.chat_output.tool_calls import (
     CallRules,
@@ -17,6 +16,7 @@ from microserving.front.chat_output.tool_calls import (
     new_call_id,
     new_mistral_id,
 )
+from microserving.protocol.chat_formats import ReasoningFormat, ToolCallFormat
 from microserving.protocol.chat_responses import PieceReader, PlainText
 
 _PARSERS: Final[dict[ToolCallFormat, type[CallsParser]]] = {

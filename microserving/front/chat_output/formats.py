@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Literal, get_args
+from typing import get_args
 
 from microserving.front.chat_output.reasoning import OPEN
-
-ToolCallFormat = Literal["hermes", "llama3", "mistral"]
-ReasoningFormat = Literal["none", "think"]
+from microserving.protocol.chat_formats import ReasoningFormat, ToolCallFormat
 
 
 def tool_call_format(setting: str, template: str | None) -> ToolCallFormat:

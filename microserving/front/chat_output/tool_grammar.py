@@ -6,7 +6,7 @@ import json
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from microserving.front.chat_output.formats import ToolCallFormat
+from microserving.protocol.chat_formats import ToolCallFormat
 from microserving.protocol.chat_tools import Tool
 
 MAX_CALLS = 16
