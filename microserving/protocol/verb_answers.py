@@ -45,3 +45,8 @@ class RemoteSendReply(msgspec.Struct):
 
 PREP_RECV: Final = msgspec.json.Decoder(PrepRecvReply)
 REMOTE_SEND: Final = msgspec.json.Decoder(RemoteSendReply)
+
+
+def remote_send_result(content: bytes) -> RemoteSendResult:
+    """Raises msgspec's errors."""
+    return REMOTE_SEND.decode(content).result()

@@ -25,6 +25,7 @@ from microserving.errors import (
     http_status,
 )
 from microserving.program import Cluster, EngineClient, GenerationChunk, Request
+from microserving.router.alarms import Alarms
 from microserving.router.holdings import Holdings, close_within
 from microserving.router.in_flight import InFlight
 from microserving.router.ledger import AttemptRecord
@@ -44,7 +45,7 @@ class Attempt:
     """Iterate once over ``chunks``; then, however that ended, ``end`` it, and ``release`` what that left over.
 
     outcome: how it ended for the program, once it did. deadline: loop time. stall_s: how long the program may do
-    nothing, neither ask an engine nor give a chunk. without, strictly: see ``Cluster.bound``.
+    nothing, neither ask an engine nor give a chunk. without, strictly: see ``Cluster.bound``. alarms: shared.
     """
 
     def __init__(
@@ -59,16 +60,17 @@ class Attempt:
         strictly: bool = False,
         deadline: float | None = None,
         stall_s: float = 60.0,
+        alarms: Alarms | None = None,
     ) -> None:
         self.program = program
         self.outcome: Outcome = "other"
         self.record = record
         self._request = request
-        self._holdings = Holdings(in_flight, record, cluster.index)
+        self._holdings = Holdings(in_flight, record, cluster.index, alarms)
         self._cluster = cluster.bound(
             seen=self._holdings.bind, chosen=self._holdings.choose, without=without, strictly=strictly
         )
-        self._watchdog = Watchdog(self._holdings, deadline=deadline, stall_s=stall_s)
+        self._watchdog = Watchdog(self._holdings, deadline=deadline, stall_s=stall_s, alarms=alarms)
         self._running = False
         self._told_of_await = False
         self._reading: asyncio.Task[GenerationChunk | None] | None = None

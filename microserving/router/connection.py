@@ -7,7 +7,9 @@ exchange at a time; ``connections`` knows which connection takes the next one.
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable, Mapping
 from http import HTTPStatus
+from types import SimpleNamespace
 from typing import Final, cast
 
 import httptools
@@ -17,6 +19,8 @@ KEEPALIVE_S: Final = 4.0
 HIGH_WATER_BYTES: Final = 64 * 2**10
 """Of an answer that nobody takes: then the connection is not read any further."""
 MAX_HEAD_BYTES: Final = 64 * 2**10
+
+Listener = Callable[[bytes, bool, Exception | None], None]
 
 
 class ConnectionFailedError(Exception):
@@ -36,54 +40,92 @@ class BrokenConnectionError(ConnectionFailedError):
 
 
 class Connection(asyncio.Protocol):
-    """One connection, one exchange at a time: ``send``, ``head``, ``take`` ... or ``take_whole``, ``end``.
+    """One connection, one exchange at a time: ``send``; then ``whole`` and ``body``, or ``head`` and ``take`` ... or
+    ``listen``; then ``end``.
 
-    Its timer outlives exchanges: one that goes off before its time looks at what is under way then.
+    The parser hands fields and pieces of a body to C functions that keep them; Python runs when the head and when all of
+    an answer is there. The timer outlives exchanges: one that goes off before its time looks at what is under way then.
     """
+
+    __slots__ = (
+        "_closed",
+        "_error",
+        "_feed",
+        "_fields",
+        "_has_head",
+        "_head_bytes",
+        "_held",
+        "_in_exchange",
+        "_is_whole",
+        "_listener",
+        "_loop",
+        "_now",
+        "_parser",
+        "_per_piece",
+        "_pieces",
+        "_reading",
+        "_reusable",
+        "_since",
+        "_timer",
+        "_timer_at",
+        "_transport",
+        "_until_end",
+        "_waiter",
+        "heard",
+        "idle_since",
+        "limit_s",
+        "status",
+    )
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         self._loop = loop
+        self._now = loop.time
         self._transport: asyncio.Transport
-        self._parser = httptools.HttpResponseParser(self)
+        self._fields: dict[bytes, bytes] = {}
+        self._pieces: list[bytes] = []
+        handlers = SimpleNamespace(
+            on_header=self._fields.__setitem__,
+            on_headers_complete=self._on_head,
+            on_body=self._pieces.append,
+            on_message_complete=self._on_end,
+        )
+        self._parser = httptools.HttpResponseParser(handlers)
+        self._feed = self._parser.feed_data
         self._closed = False
         self._reading = True
         self._in_exchange = False
         self._timer: asyncio.TimerHandle | None = None
         self._timer_at = 0.0
-        self._idle_since = 0.0
-        self._reset()
-
-    def _reset(self) -> None:
-        self.status = 0
-        self.headers: dict[bytes, bytes] = {}
-        self.heard = False
-        self.limit_s: float | None = None
-        self._per_piece = False
-        self._head_bytes = 0
-        self._has_head = False
-        self._is_whole = False
-        self._reusable = False
+        self.idle_since = 0.0
         self._error: Exception | None = None
-        self._pieces: list[bytes] = []
-        self._held = 0
         self._waiter: asyncio.Future[None] | None = None
-        self._until_end = False
+        self._listener: Listener | None = None
+        self._is_whole = self._has_head = False
+        self.limit_s: float | None = None
+
+    @property
+    def headers(self) -> Mapping[bytes, bytes]:
+        """Of the answer, names in lower case."""
+        return {name.lower(): value for name, value in self._fields.items()}
 
     # What ``Connections`` and ``Answer`` do
 
     def is_fresh(self) -> bool:
         """Whether an idle connection may be used again."""
-        return not self._closed and self._loop.time() - self._idle_since < KEEPALIVE_S
+        return not self._closed and self._now() - self.idle_since < KEEPALIVE_S
 
     def send(self, message: bytes, limit_s: float | None, per_piece: bool) -> None:
         """Begin an exchange."""
-        self._reset()
+        self._fields.clear()
+        self._pieces.clear()
+        self.status = self._head_bytes = self._held = 0
+        self._has_head = self._is_whole = self._reusable = self._until_end = self.heard = False
         self._in_exchange = True
         self._per_piece = per_piece
         self.limit_s = limit_s
-        self._since = self._loop.time()
-        if limit_s is not None and (self._timer is None or self._timer_at > self._since + limit_s):
-            self._start_timer(self._since + limit_s)
+        self._since = since = self._now()
+        if limit_s is not None and (self._timer is None or self._timer_at > since + limit_s):
+            self._start_timer(since + limit_s)
         self._transport.write(message)
 
     async def head(self) -> None:
@@ -93,32 +135,31 @@ class Connection(asyncio.Protocol):
                 raise self._error
             await self._news()
 
+    def whole(self) -> asyncio.Future[None]:
+        """Wait for all of the answer; ``body`` has it then. Raises what ended it before."""
+        self._until_end = True
+        waiter = self._news()
+        if self._error is not None:
+            waiter.set_exception(self._error)
+        return waiter
+
+    def body(self) -> bytes:
+        """All that has arrived and was not taken."""
+        pieces = self._pieces
+        return pieces[0] if len(pieces) == 1 else b"".join(pieces)
+
     async def take(self) -> bytes:
+        """All that has arrived and was not taken; waits for more when there is nothing. Empty at the end."""
         while not self._pieces:
             if self._error is not None:
                 raise self._error
             if self._is_whole:
                 return b""
             await self._news()
-        pieces, self._pieces = self._pieces, []
-        self._held = 0
-        if not self._reading:
-            self._reading = True
-            self._transport.resume_reading()
-        return pieces[0] if len(pieces) == 1 else b"".join(pieces)
-
-    async def take_whole(self) -> bytes:
-        """Wait for the head and the body at once."""
-        self._until_end = True
-        while not self._is_whole:
-            if self._error is not None:
-                raise self._error
-            await self._news()
-            if not self._reading:
-                self._until_end = False
-                return await self.take_all()
-        pieces = self._pieces
-        return pieces[0] if len(pieces) == 1 else b"".join(pieces)
+        piece = self.body()
+        self._pieces.clear()
+        self.read_on()
+        return piece
 
     async def take_all(self) -> bytes:
         parts = []
@@ -126,17 +167,39 @@ class Connection(asyncio.Protocol):
             parts.append(part)
         return b"".join(parts)
 
+    def listen(self, listener: Listener) -> None:
+        """Call ``listener`` with each piece as it comes (perhaps at once), whether it was the last one, and with the
+        failure that ends the exchange."""
+        self._listener = listener
+        if self._pieces or self._is_whole or self._error is not None:
+            self._tell()
+
+    def pause(self) -> None:
+        """Read no more for now."""
+        if self._reading:
+            self._reading = False
+            self._transport.pause_reading()
+
+    def read_on(self) -> None:
+        """Nothing is held any more."""
+        self._held = 0
+        if not self._reading:
+            self._reading = True
+            self._since = self._now()
+            self._transport.resume_reading()
+
     def end(self) -> bool:
         """The exchange is over. Whether another one may follow."""
         self._in_exchange = False
-        self._idle_since = self._loop.time()
+        self._waiter = self._listener = None
+        self.idle_since = self._now()
         return self._is_whole and self._reusable and self._error is None and not self._closed
 
     def fail(self, error: Exception) -> None:
         """The exchange cannot go on."""
         if self._error is None and not self._is_whole:
             self._error = error
-            self._wake()
+            self._tell()
         self.abort()
 
     def abort(self) -> None:
@@ -145,13 +208,20 @@ class Connection(asyncio.Protocol):
         self._transport.abort()
 
     def _news(self) -> asyncio.Future[None]:
-        """Done at the next ``_wake``. One waits at a time; a wait that was cancelled is no longer told."""
-        self._waiter = self._loop.create_future()
-        return self._waiter
+        """Done when there are some. One waits at a time; a wait that was cancelled is no longer told."""
+        self._waiter = waiter = self._loop.create_future()
+        return waiter
 
-    def _wake(self) -> None:
-        if self._waiter is not None and not self._waiter.done():
-            self._waiter.set_result(None)
+    def _tell(self) -> None:
+        if self._listener is not None:
+            piece = self.body()
+            self._pieces.clear()
+            self._listener(piece, self._is_whole, self._error)
+        elif (waiter := self._waiter) is not None and not waiter.done():
+            if self._error is not None and self._until_end:
+                waiter.set_exception(self._error)
+            else:
+                waiter.set_result(None)
 
     def _start_timer(self, when: float) -> None:
         self._stop_timer()
@@ -168,12 +238,12 @@ class Connection(asyncio.Protocol):
         self._timer = None
         if not self._in_exchange or self._is_whole or self.limit_s is None:
             return
-        left = self._since + self.limit_s - self._loop.time()
-        if self._pieces and self._per_piece:
+        left = self._since + self.limit_s - self._now()
+        if self._per_piece and (self._pieces or not self._reading):
             # With pieces it is not the peer who is slow, but whoever should take them.
             left = max(left, self.limit_s / 10)
         if left > 0:
-            self._start_timer(self._loop.time() + left)
+            self._start_timer(self._now() + left)
         else:
             self.fail(TimeoutError())
 
@@ -188,22 +258,23 @@ class Connection(asyncio.Protocol):
             return
         self.heard = True
         if self._per_piece:
-            self._since = self._loop.time()
+            self._since = self._now()
         try:
-            self._parser.feed_data(data)
+            self._feed(data)
         except (httptools.HttpParserError, httptools.HttpParserUpgrade) as error:
             self.fail(BrokenConnectionError(str(error) or "not HTTP"))
             return
-        if self._held > HIGH_WATER_BYTES and self._reading and not self._is_whole:
-            self._reading = False
-            self._transport.pause_reading()
-        if self._has_head:
-            if self._is_whole or not self._until_end or not self._reading:
-                self._wake()
-            return
-        self._head_bytes += len(data)
-        if self._head_bytes > MAX_HEAD_BYTES:
-            self.fail(BrokenConnectionError("the answer's head is too large"))
+        if not self._has_head:
+            self._head_bytes += len(data)
+            if self._head_bytes > MAX_HEAD_BYTES:
+                self.fail(BrokenConnectionError("the answer's head is too large"))
+        elif self._is_whole or self._listener is not None:
+            self._tell()
+        elif not self._until_end:
+            self._held += len(data)
+            if self._held > HIGH_WATER_BYTES:
+                self.pause()
+            self._tell()
 
     def eof_received(self) -> None:
         return None  # the transport closes
@@ -217,28 +288,21 @@ class Connection(asyncio.Protocol):
         elif self._error is None:
             self._error = BrokenConnectionError(str(exc) if exc else "closed by the peer")
         self._stop_timer()
-        self._wake()
+        self._tell()
 
     # The parser
 
-    def on_header(self, name: bytes, value: bytes) -> None:
-        self.headers[name.lower()] = value
-
-    def on_headers_complete(self) -> None:
+    def _on_head(self) -> None:
         if self._is_whole:
             raise BrokenConnectionError("an answer that nobody asked for")
-        self.status = self._parser.get_status_code()
-        self._has_head = self.status >= 200
+        self.status = status = self._parser.get_status_code()
+        self._has_head = status >= 200
 
-    def on_body(self, body: bytes) -> None:
-        self._pieces.append(body)
-        self._held += len(body)
-
-    def on_message_complete(self) -> None:
+    def _on_end(self) -> None:
         if not self._has_head:  # an interim answer, 100 for example
             if self.status == HTTPStatus.SWITCHING_PROTOCOLS:
                 raise BrokenConnectionError("the peer wants to speak something else")
-            self.headers.clear()
+            self._fields.clear()
             return
         self._is_whole = True
         self._reusable = self._parser.should_keep_alive()

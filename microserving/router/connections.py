@@ -8,14 +8,20 @@ from __future__ import annotations
 import asyncio
 import ssl
 from collections.abc import Awaitable, Mapping
+from types import MappingProxyType
+from typing import Final
 from urllib.parse import urlsplit
 
 from microserving.router.connection import (
+    KEEPALIVE_S,
     BrokenConnectionError,
     CannotConnectError,
     Connection,
     ConnectTimeoutError,
+    Listener,
 )
+
+_NONE: Final[Mapping[bytes, bytes]] = MappingProxyType({})
 
 
 class Connections:
@@ -84,8 +90,8 @@ class Connections:
     async def post(
         self, path: str, content: bytes, *, limit_s: float
     ) -> tuple[int, Mapping[bytes, bytes], bytes]:
-        """Send JSON, and take the whole answer: its status, headers and body. As ``send`` and ``read``, but what every
-        request needs takes one wait."""
+        """Send JSON, and take the whole answer: its status, its headers (unless the status is 200) and its body. As
+        ``send`` and ``read``, but what every request needs takes one wait."""
         head = self._heads.get(path)
         if head is None:
             head = self._heads[path] = self._post_head(path)
@@ -97,8 +103,9 @@ class Connections:
             self._busy.add(connection)
             try:
                 connection.send(message, limit_s, False)
-                body = await connection.take_whole()
-                return connection.status, connection.headers, body
+                await connection.whole()
+                status = connection.status
+                return status, _NONE if status == 200 else connection.headers, connection.body()
             except BrokenConnectionError:
                 if connection is not reused or connection.heard:
                     raise
@@ -161,8 +168,9 @@ class Connections:
 
     def _reusable(self) -> Connection | None:
         """The connection used last; those that expired, or that the server closed, are dropped on the way."""
-        while self._idle:
-            connection = self._idle.pop()
+        idle = self._idle
+        while idle:
+            connection = idle.pop()
             if connection.is_fresh():
                 return connection
             connection.abort()
@@ -174,9 +182,10 @@ class Connections:
         if not connection.end():
             connection.abort()
             return
-        self._idle.append(connection)
-        if len(self._idle) > 1 and not self._idle[0].is_fresh():
-            self._idle.pop(0).abort()
+        idle = self._idle
+        idle.append(connection)
+        if idle[0].idle_since < connection.idle_since - KEEPALIVE_S:
+            idle.pop(0).abort()
 
 
 class Answer:
@@ -190,6 +199,21 @@ class Answer:
         self._connection: Connection | None = connection
         self._owner = owner
 
+    def listen(self, listener: Listener) -> None:
+        """See ``Connection.listen``; instead of ``next_piece`` and ``read``."""
+        assert self._connection is not None
+        self._connection.listen(listener)
+
+    def pause(self) -> None:
+        """Of who listens: read no more until ``read_on``."""
+        if self._connection is not None:
+            self._connection.pause()
+
+    def read_on(self) -> None:
+        """See ``pause``."""
+        if self._connection is not None:
+            self._connection.read_on()
+
     def next_piece(self) -> Awaitable[bytes]:
         """All that has arrived and was not taken; waits for more when there is nothing. Empty at the end. Not after
         ``close``."""
@@ -201,8 +225,12 @@ class Answer:
         connection = self._connection
         return b"" if connection is None else await connection.take_all()
 
-    async def close(self) -> None:
+    def let_go(self) -> None:
         """Give the connection back, or close it when the body was not read to its end. Idempotent."""
         connection, self._connection = self._connection, None
         if connection is not None:
             self._owner._done(connection)
+
+    async def close(self) -> None:
+        """``let_go``."""
+        self.let_go()

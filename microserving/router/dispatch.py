@@ -18,6 +18,7 @@ from microserving.front.access import current_client
 from microserving.program import Cluster, EngineClient
 from microserving.protocol.generation import GenerationChunk, GenerationRequest
 from microserving.router.admission import Admission
+from microserving.router.alarms import Alarms
 from microserving.router.attempt import Attempt
 from microserving.router.hedging import race
 from microserving.router.in_flight import InFlight
@@ -85,6 +86,7 @@ class Dispatcher:
         self._on_failure = on_failure
         self._admission = admission
         self._releases: set[asyncio.Task[None]] = set()
+        self._alarms = Alarms()
         self._accepting = True
         self._running = 0
 
@@ -191,6 +193,7 @@ class Dispatcher:
             strictly=beside is not None or journey.spares_the_full,
             deadline=journey.deadline,
             stall_s=self._settings.stall_timeout_s,
+            alarms=self._alarms,
         )
 
     async def _open(self, journey: Journey, attempts: list[Attempt]) -> AsyncIterator[GenerationChunk]:

@@ -5,7 +5,7 @@ Does not know which request holds what (``holdings``) nor when an engine counts 
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Coroutine, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Final, TypeVar
@@ -20,10 +20,8 @@ from microserving.protocol import verb_answers
 from microserving.protocol.body import WireModel, validate
 from microserving.protocol.generation import GenerationChunk, RemoteSendResult
 from microserving.protocol.generation_stream import GenerationStreamReader
-from microserving.protocol.sse import SSEParser
-from microserving.router.connection import ConnectionFailedError
-from microserving.router.connections import Answer
 from microserving.router.engine_http import EngineHTTP
+from microserving.router.engine_stream import EngineStream
 from microserving.router.in_flight import InFlight
 from microserving.router.mlc_peer import mlc_body, mlc_info
 
@@ -119,79 +117,56 @@ class HttpEngineClient(EngineClient):
 
     # What programs call
 
-    async def prep_recv(self, request: Request, *, end: int) -> Received:
-        answer = await self._ask(
-            _PREP_RECV, request, {"end": end}, verb_answers.PREP_RECV, self._timeouts.prep_recv
-        )
-        resolved = end + request.prompt_length if end < 0 else end
-        if answer.prefix_matched_length > resolved:
-            raise self._http.broken(f"matched {answer.prefix_matched_length} of {resolved} tokens")
-        rank = 0 if self.info is None else self.info.rank
-        return Received(
-            answer.kv_append_metadata, answer.prefix_matched_length, resolved, self, rank, answer.lease_ttl_s
-        )
+    def prep_recv(self, request: Request, *, end: int) -> Coroutine[Any, Any, Received]:
+        def received(content: bytes) -> Received:
+            answer = verb_answers.PREP_RECV.decode(content)
+            resolved = end + len(request.prompt_token_ids) if end < 0 else end
+            if answer.prefix_matched_length > resolved:
+                raise self._http.broken(f"matched {answer.prefix_matched_length} of {resolved} tokens")
+            rank = 0 if self.info is None else self.info.rank
+            return Received(
+                answer.kv_append_metadata,
+                answer.prefix_matched_length,
+                resolved,
+                self,
+                rank,
+                answer.lease_ttl_s,
+            )
 
-    async def remote_send(self, request: Request, *, to: Received) -> RemoteSendResult:
+        return self._ask(_PREP_RECV, request, {"end": end}, received, self._timeouts.prep_recv)
+
+    def remote_send(self, request: Request, *, to: Received) -> Coroutine[Any, Any, RemoteSendResult]:
         if to.complete:
-            return NOTHING_SENT
+            return _nothing_sent()
         fields = {
             "begin": to.prefix_matched_length,
             "end": to.end,
             "kv_addr_info": to.kv_append_metadata,
             "recv_rank": to.rank,
         }
-        answer = await self._ask(
-            _REMOTE_SEND, request, fields, verb_answers.REMOTE_SEND, self._timeouts.stage
-        )
-        return answer.result()
+        return self._ask(_REMOTE_SEND, request, fields, verb_answers.remote_send_result, self._timeouts.stage)
 
-    async def start_generate(self, request: Request, *, begin: int = 0) -> AsyncIterator[GenerationChunk]:
-        http = self._http
+    def start_generate(self, request: Request, *, begin: int = 0) -> AsyncIterator[GenerationChunk]:
         reader = GenerationStreamReader(request.prompt_length, len(request.resume_output_ids))
         if request.whole:
-            yield await self._generate_whole(request, begin, reader)
-            return
-        body = self._body(request, {**_STREAM_FIELDS, "begin": begin})
-        parser = SSEParser()
-        answer: Answer | None = None
-        answered = False
-        try:
-            answer = await http.open_stream(_START_GENERATE, body, silence_s=self._timeouts.stage)
-            while piece := await answer.next_piece():
-                if not answered:
-                    answered = True
-                    self._on_outcome(self, True)
-                for data in parser.feed(piece):
-                    for chunk in reader.feed(data):
-                        yield chunk
-                http.check_open()  # it may have come between two waits
-            if not reader.done:
-                raise http.broken("ended the stream early")
-        except (TimeoutError, ConnectionFailedError) as error:
-            raise self._failed(http.lost(error)) from None
-        except MicroservingError as error:
-            raise self._failed(http.seen_by_client(error)) from None
-        finally:
-            if answer is not None:
-                await answer.close()
+            return self._generate_whole(request, begin, reader)
+        return EngineStream(
+            self._http,
+            _START_GENERATE,
+            self._body(request, {**_STREAM_FIELDS, "begin": begin}),
+            reader,
+            silence_s=self._timeouts.stage,
+            answered=self._answered,
+            failed=self._failed,
+        )
 
     async def _generate_whole(
         self, request: Request, begin: int, reader: GenerationStreamReader
-    ) -> GenerationChunk:
+    ) -> AsyncGenerator[GenerationChunk, None]:
         """All of the output as one chunk: an answer instead of an event for every token."""
-        body = self._body(request, {"begin": begin, "return_token_ids": True})
+        fields = {"begin": begin, "return_token_ids": True}
         timeout_s = self._timeouts.stage + (request.stop.max_tokens or 0) * SLOWEST_TOKEN_S
-        self._http.check_open()
-        try:
-            content = await self._http.fetch(_START_GENERATE, body, timeout_s=timeout_s)
-            self._on_outcome(self, True)
-            try:
-                return reader.read_whole(content)
-            except MicroservingError as error:
-                raise self._http.seen_by_client(error) from None
-        except EngineUnavailable as error:
-            self._failed(error)
-            raise
+        yield await self._ask(_START_GENERATE, request, fields, reader.read_whole, timeout_s)
 
     async def commit(self, request: Request) -> int:
         if self.verbs_only:
@@ -217,8 +192,8 @@ class HttpEngineClient(EngineClient):
         answer = await self._verb("match_prefix", request, {}, wire.MatchPrefixAnswer, _QUICK_S)
         return answer.prefix_matched_length
 
-    async def while_answering(self, work: Awaitable[ResultT]) -> ResultT:
-        return await self._http.while_answering(work)
+    def while_answering(self, work: Awaitable[ResultT]) -> Coroutine[Any, Any, ResultT]:
+        return self._http.while_answering(work)
 
     # What the router asks for itself
 
@@ -310,23 +285,25 @@ class HttpEngineClient(EngineClient):
         path: str,
         request: Request,
         fields: Mapping[str, object],
-        decoder: msgspec.json.Decoder[ReplyT],
+        read: Callable[[bytes], ReplyT],
         timeout_s: float,
     ) -> ReplyT:
-        """As ``_verb``, for what every request needs."""
-        self._http.check_open()
+        """As ``_verb``, for what every request needs. read: makes the reply out of the answer's bytes."""
+        http = self._http
+        http.check_open()
         try:
-            content = await self._http.fetch(path, self._body(request, fields), timeout_s=timeout_s)
-            reply = decoder.decode(content)
+            reply = read(await http.fetch(path, self._body(request, fields), timeout_s=timeout_s))
         except msgspec.ValidationError as error:
-            raise self._failed(self._http.broken(f"gave a wrong answer: {error}")) from None
+            raise self._failed(http.broken(f"gave a wrong answer: {error}")) from None
         except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
-            raise self._failed(self._http.broken("answered something that is not a JSON object")) from None
-        except EngineUnavailable as error:
-            self._failed(error)
-            raise
+            raise self._failed(http.broken("answered something that is not a JSON object")) from None
+        except MicroservingError as error:
+            raise self._failed(http.seen_by_client(error)) from None
         self._on_outcome(self, True)
         return reply
+
+    def _answered(self) -> None:
+        self._on_outcome(self, True)
 
     def _failed(self, error: MicroservingError) -> MicroservingError:
         """``error``, with which a verb ended; noted when the engine is to blame."""
@@ -343,3 +320,7 @@ class HttpEngineClient(EngineClient):
 
 def _path(verb: str) -> str:
     return f"/microserving/{verb}"
+
+
+async def _nothing_sent() -> RemoteSendResult:
+    return NOTHING_SENT

@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Coroutine
+from collections.abc import AsyncIterator, Awaitable, Coroutine
 from typing import Any, Literal, TypeVar
 
 from microserving.errors import EngineUnavailable, MicroservingError, Overloaded
 from microserving.policies import EngineLoad, PrefixIndex
 from microserving.program import EngineClient, EngineRole, Received, Request
 from microserving.protocol.generation import GenerationChunk, RemoteSendResult
+from microserving.router.alarms import Alarms
 from microserving.router.in_flight import InFlight
 from microserving.router.ledger import AttemptRecord
 from microserving.router.renewals import Renewals
@@ -28,32 +29,65 @@ _MANY_CALLS = 16
 """Of a program's calls: then those that have begun are forgotten."""
 
 
+class _Hold:
+    """What one engine holds for one request id. renewed: whether its lease is kept alive."""
+
+    __slots__ = ("kinds", "renewed", "request")
+
+    def __init__(self, request: Request) -> None:
+        self.request = request
+        self.kinds: set[Kind] = set()
+        self.renewed = False
+
+
 class Holdings:
     """The reservations, sends and generations of one attempt. ``in_flight`` is shared by all attempts.
 
-    record: where the attempt's facts are written down; index: where, what engines had cached. busy: answers of engines
-    that are waited for now; moves: those that came. failed: the engines that failed, or whose peer in a transfer did.
+    record: where the attempt's facts are written down; index: where, what engines had cached. alarms: shared. busy:
+    answers of engines that are waited for now; moves: those that came. failed: the engines that failed, or whose peer in
+    a transfer did. unbegun: calls of the program that nobody has begun to await.
     """
 
+    __slots__ = (
+        "_alarms",
+        "_called",
+        "_claims",
+        "_engines",
+        "_held",
+        "_in_flight",
+        "_index",
+        "_renewals",
+        "_streams",
+        "busy",
+        "failed",
+        "moves",
+        "record",
+        "unbegun",
+    )
+
     def __init__(
-        self, in_flight: InFlight, record: AttemptRecord | None = None, index: PrefixIndex | None = None
+        self,
+        in_flight: InFlight,
+        record: AttemptRecord | None = None,
+        index: PrefixIndex | None = None,
+        alarms: Alarms | None = None,
     ) -> None:
         self.record = AttemptRecord("") if record is None else record
         self._index = index
-        self.busy = 0
-        self.moves = 0
+        self._alarms = alarms
+        self.busy = self.moves = self.unbegun = 0
         self.failed: set[EngineClient] = set()
         self._in_flight = in_flight
         self._claims: set[EngineClient] = set()
-        self._held: dict[tuple[EngineClient, str], tuple[Request, set[Kind]]] = {}
+        self._held: dict[tuple[EngineClient, str], _Hold] = {}
         self._engines: dict[EngineClient, HeldEngine] = {}
-        self._streams: list[AsyncGenerator[GenerationChunk, None]] = []
-        self._renewals = Renewals()
+        self._streams: list[HeldStream] = []
+        self._renewals: Renewals | None = None
         self._called: list[tuple[str, Coroutine[Any, Any, Any]]] = []
 
     def __bool__(self) -> bool:
         """Whether anything is held, or a call that was never begun is left."""
-        return bool(self._held) or any(map(_is_unstarted, self._called))
+        return bool(self._held) or self.unbegun > 0
 
     @property
     def engines(self) -> set[EngineClient]:
@@ -70,10 +104,14 @@ class Holdings:
     def choose(self, engine: EngineClient) -> HeldEngine:
         """``engine`` as a policy chose it. It counts from now on, so that the next request sees it when it chooses,
         although the program may first wait for another engine."""
-        if engine not in self._claims and not any(held is engine for held, _ in self._held):
-            self._claims.add(engine)
+        claims = self._claims
+        if engine not in claims and not (self._held and any(held is engine for held, _ in self._held)):
+            claims.add(engine)
             self._in_flight[engine] += 1
-        return self.bind(engine)
+        held = self._engines.get(engine)
+        if held is None:
+            held = self._engines[engine] = HeldEngine(engine, self)
+        return held
 
     def unclaim(self) -> None:
         """No engine that was chosen and never asked counts any more. Idempotent."""
@@ -88,6 +126,7 @@ class Holdings:
         if len(self._called) == _MANY_CALLS:
             self._called = [*filter(_is_unstarted, self._called)]
         self._called.append((verb, call))
+        self.unbegun += 1
         return call
 
     def not_awaited(self) -> list[str]:
@@ -101,41 +140,55 @@ class Holdings:
 
     def take(self, engine: EngineClient, request: Request, kind: Kind) -> bool:
         """Write down a hold before the engine is asked for it. False: it was held before."""
-        key = (engine, request.request_id)
-        held = self._held.get(key)
-        if held is None:
-            held = self._held[key] = (request, set())
+        key = engine, request.request_id
+        hold = self._held.get(key)
+        if hold is None:
+            hold = self._held[key] = _Hold(request)
             if engine in self._claims:
                 self._claims.remove(engine)
             else:
                 self._in_flight[engine] += 1
-        kinds = held[1]
-        is_new = kind not in kinds
-        kinds.add(kind)
-        return is_new
+        elif kind in hold.kinds:
+            return False
+        hold.kinds.add(kind)
+        return True
 
     def drop(self, engine: EngineClient, request: Request, *kinds: Kind) -> None:
         """The engine no longer holds these. Idempotent."""
-        key = (engine, request.request_id)
-        held = self._held.get(key)
-        if held is None:
+        key = engine, request.request_id
+        hold = self._held.get(key)
+        if hold is None:
             return
-        if "reservation" in kinds:
-            self._renewals.stop(engine, request.request_id)
-        left = held[1]
-        left.difference_update(kinds)
-        if not left:
-            self._forget(key)
+        if hold.renewed and "reservation" in kinds:
+            self._stop_renewing(engine, hold)
+        hold.kinds.difference_update(kinds)
+        if not hold.kinds:
+            del self._held[key]
+            self._leave(engine)
 
-    def keep_alive(self, received: Received, engine: EngineClient, request: Request) -> None:
-        """Renew a reservation that ``engine`` made, until it is used, dropped or released."""
-        key = (engine, request.request_id)
-        if received.lease_ttl_s is not None and "reservation" in self._held.get(key, (None, ()))[1]:
+    def received(self, received: Received, engine: EngineClient, request: Request) -> None:
+        """``engine`` made a reservation: it is renewed until it is used, dropped or released."""
+        record = self.record
+        record.split_at, record.prefix_matched_length = received.end, received.prefix_matched_length
+        if self._index is not None:
+            self._index.observe(request.request_id, engine.id, received.prefix_matched_length)
+        hold = self._held.get((engine, request.request_id))
+        if received.lease_ttl_s is not None and hold is not None and "reservation" in hold.kinds:
+            if self._renewals is None:
+                self._renewals = Renewals(alarms=self._alarms)
+            hold.renewed = True
             self._renewals.start(engine, request, received.lease_ttl_s)
 
     def use(self, engine: EngineClient, request: Request) -> None:
         """The engine is asked to generate from the request's reservation, if there is one: that ends the lease."""
-        self._renewals.stop(engine, request.request_id)
+        hold = self._held.get((engine, request.request_id))
+        if hold is not None and hold.renewed:
+            self._stop_renewing(engine, hold)
+
+    def _stop_renewing(self, engine: EngineClient, hold: _Hold) -> None:
+        hold.renewed = False
+        if self._renewals is not None:
+            self._renewals.stop(engine, hold.request.request_id)
 
     async def asked(self, work: Awaitable[ResultT]) -> ResultT:
         """``work``, an engine's answer."""
@@ -146,49 +199,61 @@ class Holdings:
             self.busy -= 1
             self.moves += 1
 
-    def blame(self, error: MicroservingError, engine: EngineClient, receiver: EngineClient | None) -> None:
-        """``engine`` failed with ``error``; the request's next attempt does without it. Of a transfer nobody knows which
-        end failed, unless the sender is full: the receiver has made room."""
+    def refused(
+        self,
+        error: MicroservingError,
+        engine: EngineClient,
+        request: Request,
+        taken: Kind | None,
+        receiver: EngineClient | None = None,
+    ) -> None:
+        """``engine`` failed with ``error``; the request's next attempt does without it. An engine that refused holds
+        nothing of what was ``taken`` for the call; one that failed may.
+
+        receiver: of a transfer, of which nobody knows which end failed, unless the sender is full: the receiver has made
+        room.
+        """
         if is_engines_fault(error):
             self.failed.add(engine)
             if receiver is not None and not isinstance(error, Overloaded):
                 self.failed.add(receiver)
+        if taken is not None and not isinstance(error, EngineUnavailable):
+            self.drop(engine, request, taken)
 
     def found_cached(self, engine: EngineClient, request: Request, tokens: int) -> None:
         """The engine said how much of the prompt it had."""
         if self._index is not None:
             self._index.observe(request.request_id, engine.id, tokens)
 
-    def watch(self, stream: AsyncGenerator[GenerationChunk, None]) -> AsyncIterator[GenerationChunk]:
+    def watch(self, stream: HeldStream) -> None:
         """Have ``stream`` closed by ``release``, wherever the program left it."""
         self._streams.append(stream)
-        return stream
 
     async def release(self, timeout_s: float) -> None:
         """Close the streams and abort all that is still held. Each engine has ``timeout_s``; never raises for one."""
         try:
-            await self._renewals.close()
+            if self._renewals is not None:
+                await self._renewals.close()
             for stream in self._streams:
                 await close_within(stream, timeout_s)
-            held = [(engine, request) for (engine, _), (request, _) in self._held.items()]
+            held = [(engine, hold.request) for (engine, _), hold in self._held.items()]
             await asyncio.gather(*(_abort(engine, request, timeout_s) for engine, request in held))
         finally:
-            for key in list(self._held):
-                self._forget(key)
-
-    def _forget(self, key: tuple[EngineClient, str]) -> None:
-        self._renewals.stop(*key)
-        del self._held[key]
-        self._leave(key[0])
+            for (engine, _), hold in list(self._held.items()):
+                self.drop(engine, hold.request, *hold.kinds)
 
     def _leave(self, engine: EngineClient) -> None:
-        self._in_flight[engine] -= 1
-        if not self._in_flight[engine]:
+        left = self._in_flight[engine] - 1
+        if left:
+            self._in_flight[engine] = left
+        else:
             del self._in_flight[engine]
 
 
 class HeldEngine(EngineClient):
     """An engine whose verbs are written down in ``holdings``."""
+
+    __slots__ = ("_holdings", "_inner")
 
     def __init__(self, inner: EngineClient, holdings: Holdings) -> None:
         self._inner = inner
@@ -217,12 +282,19 @@ class HeldEngine(EngineClient):
         return self._holdings.called("remote_send", self._remote_send(request, to))
 
     async def _prep_recv(self, request: Request, end: int) -> Received:
-        holdings = self._holdings
-        with _Asking(holdings, self._inner, request, "reservation", None):
-            received = await self._inner.prep_recv(request, end=end)
-        holdings.record.reserved(received.end, received.prefix_matched_length)
-        holdings.found_cached(self._inner, request, received.prefix_matched_length)
-        holdings.keep_alive(received, self._inner, request)
+        holdings, engine = self._holdings, self._inner
+        holdings.unbegun -= 1
+        is_new = holdings.take(engine, request, "reservation")
+        holdings.busy += 1
+        try:
+            received = await engine.prep_recv(request, end=end)
+        except MicroservingError as error:
+            holdings.refused(error, engine, request, "reservation" if is_new else None)
+            raise
+        finally:
+            holdings.busy -= 1
+            holdings.moves += 1
+        holdings.received(received, engine, request)
         return Received(
             received.kv_append_metadata,
             received.prefix_matched_length,
@@ -233,23 +305,34 @@ class HeldEngine(EngineClient):
         )
 
     async def _remote_send(self, request: Request, to: Received) -> RemoteSendResult:
+        holdings, engine = self._holdings, self._inner
+        holdings.unbegun -= 1
         if to.complete:
-            return await self._inner.remote_send(request, to=to)
-        self._holdings.record.sending(self._inner)
+            return await engine.remote_send(request, to=to)
+        holdings.record.sending(engine)
         receiver = to.engine._inner if isinstance(to.engine, HeldEngine) else to.engine
-        with _Asking(self._holdings, self._inner, request, "send", receiver):
-            result = await receiver.while_answering(self._inner.remote_send(request, to=to))
-        self._holdings.drop(self._inner, request, "send")
-        self._holdings.record.sent(result)
+        is_new = holdings.take(engine, request, "send")
+        holdings.busy += 1
+        try:
+            result = await receiver.while_answering(engine.remote_send(request, to=to))
+        except MicroservingError as error:
+            holdings.refused(error, engine, request, "send" if is_new else None, receiver)
+            raise
+        finally:
+            holdings.busy -= 1
+            holdings.moves += 1
+        holdings.drop(engine, request, "send")
+        holdings.record.sent(result)
         return result
 
     def start_generate(self, request: Request, *, begin: int = 0) -> AsyncIterator[GenerationChunk]:
-        return self._holdings.watch(self._generate(request, begin))
+        return HeldStream(self._inner, self._holdings, request, begin)
 
     def commit(self, request: Request) -> Coroutine[Any, Any, int]:
         return self._holdings.called("commit", self._commit(request))
 
     async def _commit(self, request: Request) -> int:
+        self._holdings.unbegun -= 1
         self._holdings.use(self._inner, request)
         cached = await self._holdings.asked(self._inner.commit(request))
         self._holdings.drop(self._inner, request, "reservation")
@@ -268,77 +351,79 @@ class HeldEngine(EngineClient):
     async def match_prefix(self, request: Request) -> int:
         return await self._holdings.asked(self._inner.match_prefix(request))
 
-    async def _generate(self, request: Request, begin: int) -> AsyncGenerator[GenerationChunk, None]:
-        holdings = self._holdings
-        holdings.use(self._inner, request)
-        holdings.record.generating(self._inner)
-        with _Holding(holdings, self._inner, request, "generation", None):
-            chunks = aiter(self._inner.start_generate(request, begin=begin))
-            finished, cached = False, 0
-            try:
-                while True:
-                    holdings.busy += 1
-                    try:
-                        chunk = await chunks.__anext__()
-                    except StopAsyncIteration:
-                        break
-                    finally:
-                        holdings.busy -= 1
-                    finished, cached = chunk.finish_reason is not None, chunk.cached_tokens
-                    yield chunk
-            finally:
-                await close(chunks)
-        if finished:
-            holdings.found_cached(self._inner, request, cached)
-            holdings.drop(self._inner, request, "reservation", "generation")
 
+class HeldStream(AsyncIterator[GenerationChunk]):
+    """The chunks of a generation that is written down in ``holdings`` from the first step on until the engine is done
+    with it; one that was left before, or failed, stays held for ``release``. Iterate once."""
 
-class _Holding:
-    """Around a verb. An engine that refused it holds nothing; one that failed, or was not waited for, may.
+    __slots__ = (
+        "_begin",
+        "_cached",
+        "_chunks",
+        "_engine",
+        "_finished",
+        "_holdings",
+        "_is_new",
+        "_over",
+        "_request",
+    )
 
-    receiver: of a transfer, whose failure the sender reports as its own.
-    """
-
-    __slots__ = ("_engine", "_holdings", "_is_new", "_kind", "_receiver", "_request")
-
-    def __init__(
-        self,
-        holdings: Holdings,
-        engine: EngineClient,
-        request: Request,
-        kind: Kind,
-        receiver: EngineClient | None,
-    ) -> None:
-        self._holdings = holdings
+    def __init__(self, engine: EngineClient, holdings: Holdings, request: Request, begin: int) -> None:
         self._engine = engine
+        self._holdings = holdings
         self._request = request
-        self._kind: Kind = kind
-        self._receiver = receiver
+        self._begin = begin
+        self._is_new = False
+        self._chunks: AsyncIterator[GenerationChunk] | None = None
+        self._finished = self._over = False
+        self._cached = 0
 
-    def __enter__(self) -> None:
-        self._is_new = self._holdings.take(self._engine, self._request, self._kind)
+    async def __anext__(self) -> GenerationChunk:
+        chunks, holdings = self._chunks, self._holdings
+        if chunks is None:
+            chunks = self._start()
+        elif self._over:
+            raise StopAsyncIteration
+        holdings.busy += 1
+        try:
+            chunk = await chunks.__anext__()
+        except StopAsyncIteration:
+            self._end()
+            raise
+        except BaseException as error:
+            self._over = True
+            if isinstance(error, MicroservingError):
+                taken: Kind | None = "generation" if self._is_new else None
+                holdings.refused(error, self._engine, self._request, taken)
+            raise
+        finally:
+            holdings.busy -= 1
+        if chunk.finish_reason is not None:
+            self._finished, self._cached = True, chunk.cached_tokens
+        return chunk
 
-    def __exit__(self, _kind: object, error: BaseException | None, _trace: object) -> None:
-        if isinstance(error, MicroservingError):
-            self._holdings.blame(error, self._engine, self._receiver)
-            if self._is_new and not isinstance(error, EngineUnavailable):
-                self._holdings.drop(self._engine, self._request, self._kind)
+    async def aclose(self) -> None:
+        """Idempotent."""
+        self._over = True
+        if self._chunks is not None:
+            await close(self._chunks)
 
+    def _start(self) -> AsyncIterator[GenerationChunk]:
+        if self._over:
+            raise StopAsyncIteration
+        holdings, engine, request = self._holdings, self._engine, self._request
+        self._chunks = chunks = aiter(engine.start_generate(request, begin=self._begin))
+        holdings.watch(self)
+        holdings.use(engine, request)
+        holdings.record.generating(engine)
+        self._is_new = holdings.take(engine, request, "generation")
+        return chunks
 
-class _Asking(_Holding):
-    """The same around a verb that is one answer, which is waited for all the while."""
-
-    __slots__ = ()
-
-    def __enter__(self) -> None:
-        self._is_new = self._holdings.take(self._engine, self._request, self._kind)
-        self._holdings.busy += 1
-
-    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
-        self._holdings.busy -= 1
-        self._holdings.moves += 1
-        if error is not None:
-            super().__exit__(kind, error, trace)
+    def _end(self) -> None:
+        self._over = True
+        if self._finished:
+            self._holdings.found_cached(self._engine, self._request, self._cached)
+            self._holdings.drop(self._engine, self._request, "reservation", "generation")
 
 
 async def close(chunks: AsyncIterator[Any]) -> None:

@@ -16,8 +16,8 @@ class InFlight(Counter[EngineClient]):
         self._waiting: dict[object, list[asyncio.Future[None]]] = {}
 
     def __delitem__(self, engine: object) -> None:
-        super().__delitem__(engine)
-        for waiter in self._waiting.pop(engine, ()):
+        super(Counter, self).__delitem__(engine)  # type: ignore[arg-type]
+        for waiter in self._waiting.pop(engine, ()) if self._waiting else ():
             if not waiter.done():
                 waiter.set_result(None)
 

@@ -52,10 +52,6 @@ class AttemptRecord:
             return f"all {self.split_at} tokens to hand over were in the decode engine's cache"
         return "it ended before anything was handed over"
 
-    def reserved(self, end: int, matched: int) -> None:
-        """Room was made for ``prompt[:end]``."""
-        self.split_at, self.prefix_matched_length = end, matched
-
     def sending(self, engine: EngineClient) -> None:
         """``engine`` was asked to send."""
         self.prefill = engine.id

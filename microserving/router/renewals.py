@@ -1,6 +1,6 @@
 """Keeps the reservations of one attempt alive for as long as it holds them.
 
-Owns one task a reservation. Does not know what a reservation is for; ``holdings`` says when it begins and ends.
+Owns the pause and the task of each reservation. Does not know what a reservation is for; ``holdings`` says when it begins and ends.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from collections.abc import Awaitable, Callable
 
 from microserving.errors import EngineUnavailable, MicroservingError
 from microserving.program import EngineClient, Request
+from microserving.router.alarms import Alarms
 
 _logger = logging.getLogger(__name__)
 
@@ -23,38 +24,47 @@ _Key = tuple[EngineClient, str]
 
 
 class Renewals:
-    """Used on the event loop only."""
+    """Used on the event loop only. The pause before the first renewal of a reservation is an alarm, because most
+    reservations are used long before; who brings a ``sleep`` of his own has a task from the start."""
 
-    def __init__(self, sleep: Callable[[float], Awaitable[None]] = asyncio.sleep) -> None:
-        self._sleep = sleep
+    __slots__ = ("_alarms", "_ending", "_sleep", "_tasks", "_waiting")
+
+    def __init__(
+        self, sleep: Callable[[float], Awaitable[None]] | None = None, alarms: Alarms | None = None
+    ) -> None:
+        self._sleep = sleep or asyncio.sleep
+        self._alarms = Alarms() if alarms is None and sleep is None else alarms
         self._tasks: dict[_Key, asyncio.Task[None]] = {}
-        self._timers: dict[_Key, asyncio.TimerHandle] = {}
+        self._waiting: set[_Key] = set()
         self._ending: set[asyncio.Task[None]] = set()
 
     def __len__(self) -> int:
         """Reservations that are being kept alive."""
-        return len(self._tasks) + len(self._timers)
+        return len(self._tasks) + len(self._waiting)
 
     def start(self, engine: EngineClient, request: Request, lease_ttl_s: float) -> None:
         """Renew from now on. lease_ttl_s: what the engine said when it made the reservation."""
         self.stop(engine, request.request_id)
         key = engine, request.request_id
-        if (
-            self._sleep is asyncio.sleep
-        ):  # most reservations are used long before: a timer costs less than a task
-            loop = asyncio.get_running_loop()
-            self._timers[key] = loop.call_later(
-                _pause_s(lease_ttl_s), self._due, engine, request, lease_ttl_s
-            )
-        else:
+        if self._alarms is None:
             self._tasks[key] = asyncio.create_task(self._keep(engine, request, lease_ttl_s))
+            return
+
+        def due() -> None:
+            self._waiting.discard(key)
+            self._tasks[key] = asyncio.create_task(self._keep(engine, request, lease_ttl_s, waited=True))
+
+        self._waiting.add(key)
+        when = asyncio.get_running_loop().time() + _pause_s(lease_ttl_s)
+        self._alarms.set((self, key), when, due)
 
     def stop(self, engine: EngineClient, request_id: str) -> None:
         """The reservation is used or given back. Idempotent."""
-        timer = self._timers.pop((engine, request_id), None)
-        if timer is not None:
-            timer.cancel()
-        task = self._tasks.pop((engine, request_id), None)
+        key = engine, request_id
+        if key in self._waiting and self._alarms is not None:
+            self._waiting.discard(key)
+            self._alarms.unset((self, key))
+        task = self._tasks.pop(key, None)
         if task is not None:
             task.cancel()
             self._ending.add(task)
@@ -62,15 +72,10 @@ class Renewals:
 
     async def close(self) -> None:
         """Stop all, and wait until no renewal is on its way any more. Idempotent."""
-        for engine, request_id in [*self._tasks, *self._timers]:
+        for engine, request_id in [*self._tasks, *self._waiting]:
             self.stop(engine, request_id)
         if self._ending:
             await asyncio.wait(self._ending)
-
-    def _due(self, engine: EngineClient, request: Request, lease_ttl_s: float) -> None:
-        key = engine, request.request_id
-        del self._timers[key]
-        self._tasks[key] = asyncio.create_task(self._keep(engine, request, lease_ttl_s, waited=True))
 
     async def _keep(
         self, engine: EngineClient, request: Request, lease_ttl_s: float, *, waited: bool = False

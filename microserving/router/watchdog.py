@@ -1,6 +1,6 @@
 """Ends a program's wait at the request's deadline, or when the program does nothing for too long.
 
-One timer for a whole attempt, however many chunks it gives: a wait costs no clock reading. Does not know what is waited
+One alarm for a whole attempt, however many chunks it gives: a wait costs no clock reading. Does not know what is waited
 for; ``Activity`` says whether an engine is being asked, whose silence has limits of its own.
 """
 
@@ -10,6 +10,7 @@ import asyncio
 from typing import Protocol
 
 from microserving.errors import DeadlineExceeded, MicroservingError
+from microserving.router.alarms import Alarms
 
 WAITING = 1
 _STILL_WAITING = 2
@@ -41,7 +42,9 @@ class Watchdog:
     running loop. deadline: loop time; None = none. (Plain attributes, because this is done for every token.)
     """
 
-    def __init__(self, activity: Activity, *, deadline: float | None, stall_s: float) -> None:
+    def __init__(
+        self, activity: Activity, *, deadline: float | None, stall_s: float, alarms: Alarms | None = None
+    ) -> None:
         self.waiting = 0
         self.cancelled = 0
         self.error: Exception | None = None
@@ -52,8 +55,8 @@ class Watchdog:
         self._task: asyncio.Task[object] | None = None
         self._moves = -1
         self._cancelling = 0
-        when = loop.time() + stall_s
-        self._timer = loop.call_at(when if deadline is None else min(when, deadline), self._fire)
+        self._alarms = Alarms() if alarms is None else alarms
+        self._wait_until(loop.time() + stall_s)
 
     def check(self) -> None:
         """Before a wait. Raises what has become due meanwhile, DeadlineExceeded or ProgramHungError."""
@@ -78,23 +81,24 @@ class Watchdog:
 
     def close(self) -> None:
         """Idempotent."""
-        self._timer.cancel()
+        self._alarms.unset(self)
+
+    def _wait_until(self, when: float) -> None:
+        deadline = self._deadline
+        self._alarms.set(self, when if deadline is None or when < deadline else deadline, self._fire)
 
     def _fire(self) -> None:
         now = self._loop.time()
         if self.error is None:
             self.error = self._due(now)
         if self.error is None:
-            when = now + self._stall_s
-            self._timer = self._loop.call_at(
-                when if self._deadline is None else min(when, self._deadline), self._fire
-            )
+            self._wait_until(now + self._stall_s)
         elif self.waiting and self._task is not None:
             if not self.cancelled:
                 self._cancelling = self._task.cancelling()
             self.cancelled += 1
             self._task.cancel()
-            self._timer = self._loop.call_at(now + _AGAIN_S, self._fire)
+            self._alarms.set(self, now + _AGAIN_S, self._fire)
 
     def _due(self, now: float) -> Exception | None:
         if self._deadline is not None and now >= self._deadline:

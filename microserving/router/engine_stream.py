@@ -1,0 +1,155 @@
+"""The output of one generation as it comes from an engine: parsed where it arrives, before any task is woken.
+
+The connection hands over what it read (``_heard``); the chunks in it go into a queue, and whoever waits is woken once they
+are there. So a token costs one callback and one step of the program's task. Knows the stream's format by its reader; what
+a failure means is ``engine_http``'s, what it says of the engine the caller's.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import AsyncIterator, Callable
+
+from microserving.errors import MicroservingError
+from microserving.protocol.generation import GenerationChunk
+from microserving.protocol.generation_stream import GenerationStreamReader
+from microserving.protocol.sse import SSEParser
+from microserving.router.connection import HIGH_WATER_BYTES
+from microserving.router.connections import Answer
+from microserving.router.engine_http import EngineHTTP
+
+
+class EngineStream(AsyncIterator[GenerationChunk]):
+    """Iterate once; nothing is sent before the first step. The engine sees us leave when a step is cancelled, when the
+    stream is closed (``aclose``) before its end, and when it sends something wrong. What came before a failure is given
+    out before that is raised.
+
+    answered: called when the first piece has come. failed: called with what went wrong; what is to be raised for it.
+    """
+
+    __slots__ = (
+        "_answer",
+        "_answered",
+        "_begun",
+        "_body",
+        "_chunks",
+        "_error",
+        "_failed",
+        "_held",
+        "_http",
+        "_over",
+        "_parser",
+        "_path",
+        "_paused",
+        "_reader",
+        "_silence_s",
+        "_waiter",
+    )
+
+    def __init__(
+        self,
+        http: EngineHTTP,
+        path: str,
+        body: bytes,
+        reader: GenerationStreamReader,
+        *,
+        silence_s: float,
+        answered: Callable[[], None],
+        failed: Callable[[MicroservingError], MicroservingError],
+    ) -> None:
+        self._http = http
+        self._path = path
+        self._body = body
+        self._reader = reader
+        self._silence_s = silence_s
+        self._answered = answered
+        self._failed = failed
+        self._parser = SSEParser()
+        self._chunks: deque[GenerationChunk] = deque()
+        self._held = 0  # bytes that the queued chunks came in
+        self._paused = False
+        self._answer: Answer | None = None
+        self._waiter: asyncio.Future[None] | None = None
+        self._error: MicroservingError | None = None
+        self._begun = self._over = False
+
+    async def __anext__(self) -> GenerationChunk:
+        chunks = self._chunks
+        if not chunks:
+            if self._answer is None and not self._over:
+                await self._open()
+            while not chunks:
+                if self._over:
+                    error, self._error = self._error, None
+                    raise StopAsyncIteration if error is None else error
+                try:
+                    await self._more()
+                except BaseException:  # whoever waited has left
+                    self._leave()
+                    raise
+        return chunks.popleft()
+
+    async def aclose(self) -> None:
+        """Idempotent."""
+        self._leave()
+        self._chunks.clear()
+        self._error = None
+
+    async def _open(self) -> None:
+        try:
+            answer = await self._http.open_stream(self._path, self._body, silence_s=self._silence_s)
+        except MicroservingError as error:
+            self._over = True
+            raise self._failed(self._http.seen_by_client(error)) from None
+        except BaseException:
+            self._over = True
+            raise
+        self._answer = answer
+        answer.listen(self._heard)
+
+    def _more(self) -> asyncio.Future[None]:
+        """Wait for something."""
+        self._held = 0
+        if self._paused and self._answer is not None:
+            self._paused = False
+            self._answer.read_on()
+        self._waiter = waiter = asyncio.get_running_loop().create_future()
+        return waiter
+
+    def _heard(self, piece: bytes, whole: bool, error: Exception | None) -> None:
+        """Of the connection: a piece came, the last one perhaps, or it failed."""
+        http = self._http
+        try:
+            if piece:
+                self._take(piece)
+            if error is not None:
+                raise http.lost(error)
+            if whole:
+                if not self._reader.done:
+                    raise http.broken("ended the stream early")
+                self._leave()
+        except MicroservingError as failure:
+            self._leave()
+            self._error = self._failed(http.seen_by_client(failure))
+        waiter = self._waiter
+        if waiter is not None and not waiter.done():
+            waiter.set_result(None)
+        elif self._held > HIGH_WATER_BYTES and self._answer is not None and not self._paused:
+            self._paused = True
+            self._answer.pause()
+
+    def _take(self, piece: bytes) -> None:
+        if not self._begun:
+            self._begun = True
+            self._answered()
+        self._held += len(piece)
+        reader, chunks = self._reader, self._chunks
+        for data in self._parser.feed(piece):
+            chunks += reader.feed(data)
+
+    def _leave(self) -> None:
+        self._over = True
+        answer, self._answer = self._answer, None
+        if answer is not None:
+            answer.let_go()
