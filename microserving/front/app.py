@@ -25,7 +25,7 @@ from microserving.front.cors import Cors
 from microserving.front.exchange import Endpoint
 from microserving.front.models import ModelsFront
 from microserving.front.openai_api import OpenAIFront
-from microserving.front.openapi import HotRoute, add_hot_routes
+from microserving.front.openapi import HotRoute, add_hot_routes, drop_validation_errors
 from microserving.front.settings import BodyLimits, FrontSettings
 from microserving.front.tokenize import TokenizeFront
 from microserving.grammar import GrammarCompiler
@@ -108,6 +108,7 @@ class FrontApp(FastAPI):
         """The document, made once."""
         if self.openapi_schema is None:
             document = get_openapi(title=self.title, version=self.version, routes=self.routes)
+            drop_validation_errors(document)
             add_hot_routes(document, self._hot_routes)
             self.openapi_schema = document
         return self.openapi_schema

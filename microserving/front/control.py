@@ -13,6 +13,7 @@ from starlette.responses import Response
 
 from microserving.errors import MicroservingError, error_body, http_status
 from microserving.front.exchange import client_error, client_id, error_headers, plain_error
+from microserving.front.openapi import ERROR_STATUSES
 from microserving.observability import request_id_scope
 from microserving.protocol.responses import ErrorAnswer, dump
 
@@ -43,7 +44,7 @@ def control_router() -> APIRouter:
     return APIRouter(
         route_class=ControlRoute,
         redirect_slashes=False,
-        responses={"default": {"model": ErrorAnswer, "description": "An error"}},
+        responses={status: {"model": ErrorAnswer, "description": "An error"} for status in ERROR_STATUSES},
     )
 
 
