@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,9 +12,8 @@ from typing import Any
 from microserving.bench.targets import Program
 from microserving.cluster.config import ClusterConfig, Setting
 from microserving.cluster.launcher import Launcher, LaunchOptions
-from microserving.errors import ConfigError
 from microserving.observability.console import Console
-from microserving.router.program_loader import SHIPPED_DIR, read_program
+from microserving.router.program_loader import read_program
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,13 +45,7 @@ async def started(
         await asyncio.wait({running})
 
 
-def program_of(name: str, settings: dict[str, Setting]) -> Program:
-    """A shipped program's name or a file, to be deployed. Raises ProgramError, ConfigError."""
+def program_of(name: str, settings: Mapping[str, Setting]) -> Program:
+    """A shipped program's name or a file, to be deployed. Raises ProgramError."""
     source = read_program(name)
-    body: dict[str, Any] = {"path": source.path.stem, "settings": settings}
-    if source.path.parent != SHIPPED_DIR:
-        try:
-            body |= {"path": str(source.path), "source": source.text.decode("utf-8")}
-        except UnicodeDecodeError as error:
-            raise ConfigError(f"{source.path}: not a text in UTF-8") from error
-    return Program(source.path.stem, settings, body)
+    return Program(source.path.stem, settings, source.deployment(settings))

@@ -23,6 +23,7 @@ from microserving.errors import ConfigError
 from microserving.observability.console import Console
 
 BuildWorkload = Callable[[Style], Workload]
+_STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM)
 _SHORT_CHARS, _LONG_CHARS = 500, 2500
 """Of the two texts that tell how many characters a token of a model has."""
 
@@ -134,7 +135,7 @@ async def chars_per_token(target: Target, style: Style) -> float:
 
 @contextmanager
 def _ended_by_signals(experiment: Experiment, console: Console) -> Iterator[None]:
-    """A first Ctrl-C ends the runs in order, a second one at once."""
+    """A first Ctrl-C (or SIGTERM) ends the runs in order, a second one at once."""
     loop, task = asyncio.get_running_loop(), asyncio.current_task()
 
     def end() -> None:
@@ -144,11 +145,13 @@ def _ended_by_signals(experiment: Experiment, console: Console) -> Iterator[None
         console.line("ending: what was measured is kept")
         experiment.stop()
 
-    loop.add_signal_handler(signal.SIGINT, end)
+    for number in _STOP_SIGNALS:
+        loop.add_signal_handler(number, end)
     try:
         yield
     finally:
-        loop.remove_signal_handler(signal.SIGINT)
+        for number in _STOP_SIGNALS:
+            loop.remove_signal_handler(number)
 
 
 def _about(candidate: Candidate) -> Mapping[str, Any]:

@@ -69,7 +69,10 @@ def run_bench(options: argparse.Namespace) -> int:
 
     plan = _plan(options)
     console = Console(verbose=options.verbose, plain_step=0.25)
-    report = asyncio.run(_measure(options, plan, console))
+    try:
+        report = asyncio.run(_measure(options, plan, console))
+    except asyncio.CancelledError:  # a second Ctrl-C
+        return _ENDED_EARLY
     _show(options, report)
     _write(table(report))
     if report["stopped"]:

@@ -6,7 +6,6 @@ import argparse
 import sys
 import time
 from collections.abc import Callable, Mapping
-from pathlib import Path
 from typing import Any
 
 from microserving.cli.admin_client import AdminClient, add_admin_flags, add_json_flag, write_json, write_table
@@ -166,20 +165,11 @@ def run_show(options: argparse.Namespace) -> int:
 
 def run_deploy(options: argparse.Namespace) -> int:
     """The text is sent, not the name of the file: the router may run elsewhere."""
-    status = AdminClient.of(options).call("POST", "/admin/program/deploy", deployment(options))
+    from microserving.router.program_loader import read_program
+
+    body = read_program(options.program).deployment(dict(options.settings))
+    status = AdminClient.of(options).call("POST", "/admin/program/deploy", body)
     return _tell(status, options)
-
-
-def deployment(options: argparse.Namespace) -> dict[str, Any]:
-    """The body of a deployment."""
-    from microserving.router.program_loader import SHIPPED_DIR, read_program
-
-    source = read_program(options.program)
-    if source.path.parent == SHIPPED_DIR:
-        body: dict[str, Any] = {"path": source.path.stem}
-    else:
-        body = {"path": str(source.path), "source": _text(source.path, source.text)}
-    return body | {"settings": dict(options.settings)}
 
 
 def run_rollback(options: argparse.Namespace) -> int:
@@ -241,13 +231,3 @@ def _shown_settings(settings: Mapping[str, Any]) -> str:
 
 def _clock(unix_time: float) -> str:
     return time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(unix_time))
-
-
-def _text(path: Path, data: bytes) -> str:
-    from microserving.errors import ProgramError
-
-    try:
-        return data.decode("utf-8")
-    except UnicodeDecodeError as error:
-        line = data[: error.start].count(b"\n") + 1
-        raise ProgramError(f"{path}:{line}: not a text in UTF-8") from error

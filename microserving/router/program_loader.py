@@ -66,6 +66,18 @@ class ProgramSource:
     def fault(self, line: int, message: str, *, param: str | None = None) -> ProgramError:
         return ProgramError(f"{self.path}:{line}: {message}", param=param)
 
+    def deployment(self, settings: Mapping[str, object]) -> dict[str, object]:
+        """The body of `/admin/program/deploy`: a shipped program by its name; else the text, since the router may run
+        elsewhere. Raises ProgramError when it is no text."""
+        if self.path.parent == SHIPPED_DIR:
+            return {"path": self.path.stem, "settings": dict(settings)}
+        try:
+            source = self.text.decode("utf-8")
+        except UnicodeDecodeError as error:
+            line = self.text[: error.start].count(b"\n") + 1
+            raise self.fault(line, "not a text in UTF-8") from error
+        return {"path": str(self.path), "source": source, "settings": dict(settings)}
+
     def failure(self, error: BaseException, *, fallback: int) -> ProgramError:
         """One line for an exception that came out of the text, at the innermost line of the text itself."""
         if isinstance(error, SyntaxError) and error.filename == str(self.path):

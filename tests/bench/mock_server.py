@@ -146,7 +146,7 @@ async def listening(server: MockServer) -> AsyncIterator[str]:
                 fields = dict(line.lower().split(b": ", 1) for line in head.strip().split(b"\r\n")[1:])
                 body = await reader.readexactly(int(fields[b"content-length"]))
                 await _write(writer, server, path, body)
-        except (asyncio.IncompleteReadError, ConnectionError):
+        except (asyncio.IncompleteReadError, ConnectionError, asyncio.CancelledError):
             pass
         finally:
             writer.close()
