@@ -44,6 +44,9 @@ HELP_TEXTS = {
     "runtime_dir": "private directory for the sockets between engines of one machine; all must name the same",
     "cache_dir": "where models, their packed weights and compiled code are kept",
     "strict_fields": "refuse requests with unknown fields instead of naming them in a header",
+    "max_body_bytes": "largest request body; by default what the longest prompt of the model needs",
+    "max_concurrent_per_client": "most requests at once of one API key (without keys: of one address)",
+    "requests_per_minute": "most requests a minute of one API key (without keys: of one address)",
 }
 
 

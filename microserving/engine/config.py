@@ -29,9 +29,10 @@ class EngineConfig(BaseModel):
     max_itl_ratio: how much longer than its decodes alone a step with prompt tokens may take. memory_threshold: the share
     of the KV pool that may be in use when another request starts beside others. max_sequences counts active and waiting
     requests, ingestion_queue_size those that wait. served_model_name: the names that clients may use; the model's own
-    when there is none. shutdown_timeout_s: how long running requests may take to finish when the engine is told to stop;
-    None: ``DRAIN_S`` on a hybrid engine, whose clients have nobody else, and no time on one behind a router, where they
-    go on elsewhere.
+    when there is none. max_body_bytes: None: what the model's longest prompt needs. max_concurrent_per_client,
+    requests_per_minute: of one API key, or address; a router is one, too. shutdown_timeout_s: how long running requests
+    may take to finish when the engine is told to stop; None: ``DRAIN_S`` on a hybrid engine, whose clients have nobody
+    else, and no time on one behind a router, where they go on elsewhere.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
@@ -70,6 +71,9 @@ class EngineConfig(BaseModel):
     runtime_dir: Path | None = None
     cache_dir: Path | None = None
     strict_fields: bool = False
+    max_body_bytes: int | None = Field(None, ge=1)
+    max_concurrent_per_client: int | None = Field(None, ge=1)
+    requests_per_minute: int | None = Field(None, ge=1)
 
     @property
     def drain_s(self) -> float:

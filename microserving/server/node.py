@@ -21,7 +21,7 @@ from microserving.engine.config import EngineConfig
 from microserving.engine.engine import Engine
 from microserving.engine.handoff import EngineIdentity, HandoffReceiver, HandoffSender
 from microserving.engine.runner import ModelRunner
-from microserving.front import ApiKeys, FrontSettings, serve_app
+from microserving.front import ApiKeys, ClientLimits, FrontSettings, serve_app
 from microserving.protocol.kv_descriptor import secret_id
 from microserving.protocol.kv_layout import KVLayout
 from microserving.protocol.microserving import PROTOCOL_VERSION, EngineInfo
@@ -66,8 +66,7 @@ class EngineNode:
         self._transport = parts.transport
         self._total_pages = parts.runner.total_pages
         self._drain_s = config.drain_s
-        keys = None if config.api_key_file is None else ApiKeys.read(config.api_key_file)
-        self._settings = FrontSettings(strict_fields=config.strict_fields, api_keys=keys)
+        self._settings = front_settings(config)
         self.services = EngineServices(
             engine=engine,
             tokenizer=parts.tokenizer,
@@ -151,6 +150,16 @@ class EngineNode:
             )
         finally:
             await self.stop()
+
+
+def front_settings(config: EngineConfig) -> FrontSettings:
+    """The front's part of an engine's configuration. Raises ConfigError when the keys cannot be read."""
+    return FrontSettings(
+        max_body_bytes=config.max_body_bytes,
+        strict_fields=config.strict_fields,
+        api_keys=None if config.api_key_file is None else ApiKeys.read(config.api_key_file),
+        client_limits=ClientLimits(config.max_concurrent_per_client, config.requests_per_minute),
+    )
 
 
 def _info(config: EngineConfig, parts: EngineParts, identity: EngineIdentity, max_context: int) -> EngineInfo:
