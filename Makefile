@@ -2,6 +2,8 @@
 PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
+SHELL := bash
+BY_LINES := set -o pipefail;
 PIP_INSTALL := $(BIN)/python -m pip install --disable-pip-version-check --quiet
 
 .PHONY: up test test-parts test-end-to-end lint format clean
@@ -10,19 +12,19 @@ up: $(VENV)/.installed
 	@exec $(BIN)/microserving up $(ARGS)
 
 # The end-to-end tests mostly wait for processes, the others mostly compute: side by side they take little more than half
-# the time. With ARGS, one run of just these tests.
+# the time; sed keeps their lines apart. With ARGS, one run of just these tests.
 test: lint
 ifdef ARGS
 	$(BIN)/pytest $(ARGS)
 else
-	@$(MAKE) --no-print-directory --jobs=2 --output-sync=line --keep-going test-parts test-end-to-end
+	@$(MAKE) --no-print-directory --jobs=2 --keep-going test-parts test-end-to-end
 endif
 
 test-parts: $(VENV)/.installed-dev
-	$(BIN)/pytest --ignore tests/e2e
+	@$(BY_LINES) $(BIN)/pytest --ignore tests/e2e | sed -u 's/^/  /'
 
 test-end-to-end: $(VENV)/.installed-dev
-	$(BIN)/pytest tests/e2e
+	@$(BY_LINES) $(BIN)/pytest tests/e2e | sed -u 's/^/| /'
 
 lint: $(VENV)/.installed-dev
 	$(BIN)/ruff check .
