@@ -38,7 +38,7 @@ def table(report: Report) -> str:
     runs: list[RunData] = sorted(report["runs"], key=lambda run: (run["rate"] or 0.0, run["began_at"]))
     if not runs:
         return "nothing was measured\n"
-    parts = [aligned([_HEAD, *(_row(run) for run in runs)])]
+    parts = [aligned([_HEAD, *(_row(run, report.get("slo") is not None) for run in runs)])]
     if len(runs) == 1:
         parts.append(details(runs[0]))
     if notes := [note for run in runs for note in notes_on(run)]:
@@ -108,7 +108,8 @@ def shown_bytes(count: float) -> str:
     return f"{count:.1f} GB"
 
 
-def _row(run: RunData) -> Row:
+def _row(run: RunData, objectives: bool) -> Row:
+    """KV is that of the whole run, warm-up included."""
     summary, transfers = run["summary"], run["transfers"]
     return (
         run["label"],
@@ -118,7 +119,7 @@ def _row(run: RunData) -> Row:
         *_pair(run, "tpot"),
         *_pair(run, "jct"),
         f"{summary['output_tokens_per_s']:.1f}",
-        f"{summary['good_share'] * 100:.0f} %",
+        f"{summary['good_share'] * 100:.0f} %" if objectives else "-",
         "-" if not transfers or not transfers["hand_offs"] else shown_bytes(transfers["bytes_sent"]),
     )
 

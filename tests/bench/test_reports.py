@@ -151,12 +151,13 @@ def test_the_page_stands_alone_and_escapes_names() -> None:
 
 
 def test_the_table() -> None:
-    lines = table(BOTH).splitlines()
+    lines = table({**BOTH, "slo": {"jct": 2.0}}).splitlines()
     assert lines[0].split()[:3] == ["PATTERN", "LOAD", "OK"]
     assert [line.split("  ")[0] for line in lines[1:5]] == [*LABELS, *LABELS]
     assert lines[4].split()[-4:] == ["100", "%", "2", "MB"]
     assert "2.00 s" in lines[4]
     assert len(lines) == 5
+    assert "%" not in table(BOTH)
     alone = table(report(run("a", None, 1.0)))
     assert "TTFT, from the time it was sent" in alone
     assert table(report()) == "nothing was measured\n"
