@@ -11,6 +11,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import httpx
+import jsonschema
 import pytest
 
 from .conftest import Cluster, Starter
@@ -42,8 +43,16 @@ def body(prompt: list[int], seed: int) -> dict[str, Any]:
 
 
 def stream(url: str, request: dict[str, Any], at_token: Callable[[int], None] = lambda _: None) -> list[int]:
-    """The token ids of a stream that must be whole: one end, one usage, no error. at_token: called while it runs."""
+    """The token ids of a stream that must be whole and have ``TOKENS``. at_token: called while it runs."""
+    tokens, _ = whole_stream(url, request, at_token)
+    assert len(tokens) == TOKENS
+    return tokens
+
+
+def whole_stream(url: str, request: dict[str, Any], at_token: Callable[[int], None]) -> tuple[list[int], str]:
+    """The token ids and the text of a stream that must be whole: one end, one usage, no error."""
     tokens: list[int] = []
+    text = ""
     usages, ends = [], 0
     with httpx.Client(timeout=100) as client, client.stream("POST", url, json=request) as response:
         assert response.status_code == 200, response.read()
@@ -56,10 +65,10 @@ def stream(url: str, request: dict[str, Any], at_token: Callable[[int], None] = 
                 usages += [event["usage"]] if event.get("usage") else []
                 for choice in event["choices"]:
                     tokens += choice.get("token_ids") or []
+                    text += choice["text"]
                 at_token(len(tokens))
-    assert (ends, [usage["completion_tokens"] for usage in usages]) == (1, [TOKENS])
-    assert len(tokens) == TOKENS
-    return tokens
+    assert (ends, [usage["completion_tokens"] for usage in usages]) == (1, [len(tokens)])
+    return tokens, text
 
 
 def engines(cluster: Cluster) -> list[dict[str, Any]]:
@@ -98,6 +107,44 @@ def test_a_decode_engine_goes_away_in_mid_stream(pairs: Cluster, end: signal.Sig
     wait_until(lambda: all_up(pairs), ALL_UP_S, "all engines up again")
     for node in pairs.ready["nodes"].values():
         wait_until(lambda node=node: load(node)["running_pages"] == 0, 10, "pages freed")
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.case("PD-36")
+def test_an_engine_dies_in_the_middle_of_an_object(pairs: Cluster, hybrid: str) -> None:
+    """The other engine's grammar goes on where the first one's was: the object is whole, and one engine's."""
+    schema = {
+        "type": "object",
+        "properties": {
+            "id": {"type": "string", "pattern": "^[A-Z]{4}-[0-9]{6}$"},
+            "tags": {
+                "type": "array",
+                "items": {"type": "string", "maxLength": 10},
+                "minItems": 4,
+                "maxItems": 6,
+            },
+            "colour": {"enum": ["red", "green"]},
+        },
+        "required": ["id", "tags", "colour"],
+        "additionalProperties": False,
+    }
+    form = {"type": "json_schema", "json_schema": {"name": "thing", "schema": schema}}
+    request = {**body(ids(40), seed=3), "ignore_eos": False, "max_tokens": 200, "response_format": form}
+    wait_until(lambda: all_up(pairs), ALL_UP_S, "all engines up")
+    expected = whole_stream(f"{hybrid}/v1/completions", request, lambda _: None)
+    hit: list[int] = []
+
+    def strike(tokens: int) -> None:
+        if tokens >= 8 and not hit:
+            (engine,) = busy(pairs, "decode")
+            hit.append(pairs.pid(engine))
+            os.kill(hit[0], signal.SIGKILL)
+
+    struck = whole_stream(f"{pairs.router}/v1/completions", request, strike)
+    assert hit
+    assert struck == expected
+    jsonschema.validate(json.loads(struck[1]), schema)
+    wait_until(lambda: all_up(pairs), ALL_UP_S, "all engines up again")
 
 
 @pytest.mark.timeout(300)
