@@ -11,13 +11,16 @@ refused. What a program leaves on them is what the router's host would abort.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Iterable, Sequence
+import time
+from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Generic, TypeVar
 
 from microserving.errors import InvalidRequest, LeaseError, MicroservingError, RequestConflict
 from microserving.policies import EngineLoad
 from microserving.program.cluster import Cluster
 from microserving.program.engine_client import NOTHING_SENT, EngineClient, EngineRole, Received
+from microserving.program.metrics import ClusterMetrics
 from microserving.program.request import Request
 from microserving.protocol.generation import GenerationChunk, RemoteSendResult, SamplingParams, StopParams
 
@@ -38,7 +41,62 @@ class _Reservation:
     arrived: bool
 
 
-class FakeEngine(EngineClient):
+class EngineInMemory(EngineClient):
+    """What all engines without a process have. up: whether it is in its pools."""
+
+    def __init__(self, engine_id: str, role: EngineRole) -> None:
+        self.up = True
+        self._id = engine_id
+        self._role: EngineRole = role
+
+    @property
+    def id(self) -> str:
+        return self._id
+
+    @property
+    def role(self) -> EngineRole:
+        return self._role
+
+    @role.setter
+    def role(self, role: EngineRole) -> None:
+        self._role = role
+
+
+EngineT = TypeVar("EngineT", bound=EngineInMemory)
+
+
+class ClusterInMemory(Cluster, Generic[EngineT]):
+    """``cluster[id]`` is an engine; one that is not ``up`` is in no pool. ``set_role`` works."""
+
+    def __init__(
+        self,
+        engines: Mapping[str, EngineT],
+        *,
+        metrics: ClusterMetrics | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.engines = engines
+        super().__init__(
+            prefill=lambda: self._up("decode"),
+            decode=lambda: self._up("prefill"),
+            all=lambda: self._up(None),
+            set_role=self._give_role,
+            metrics=metrics,
+            clock=clock,
+        )
+
+    def __getitem__(self, engine_id: str) -> EngineT:
+        return self.engines[engine_id]
+
+    def _up(self, other: EngineRole | None) -> list[EngineClient]:
+        """The live engines, but for those whose only role is ``other``."""
+        return [engine for engine in self.engines.values() if engine.up and engine.role != other]
+
+    async def _give_role(self, engine_id: str, role: EngineRole) -> None:
+        self.engines[engine_id].role = role
+
+
+class FakeEngine(EngineInMemory):
     """Answers every generation with ``output``, one chunk a piece, the last one with finish_reason ``stop``.
 
     matched: the prefix length that ``prep_recv`` and ``match_prefix`` report (clamped to what is asked for), when the
@@ -56,32 +114,18 @@ class FakeEngine(EngineClient):
         output: Sequence[str] = ("Hello", " world"),
         matched: int = 0,
     ) -> None:
+        super().__init__(engine_id, role)
         self.output = tuple(output)
         self.matched = matched
         self.caching = False
         self.calls: list[Call] = []
         self.failures: dict[str, MicroservingError] = {}
         self.lease_ttl_s: float | None = 30.0
-        self.up = True
-        self._id = engine_id
-        self._role: EngineRole = role
         self._load = EngineLoad()
         self._peers: dict[str, FakeEngine] = {engine_id: self}
         self._reservations: dict[str, _Reservation] = {}
         self._running: set[str] = set()
         self._cached: set[tuple[str, tuple[int, ...]]] = set()
-
-    @property
-    def id(self) -> str:
-        return self._id
-
-    @property
-    def role(self) -> EngineRole:
-        return self._role
-
-    @role.setter
-    def role(self, role: EngineRole) -> None:
-        self._role = role
 
     @property
     def in_flight(self) -> int:
@@ -182,7 +226,7 @@ class FakeEngine(EngineClient):
         """How many leading prompt tokens are in the fake cache."""
         prompt = request.prompt_token_ids
         own = (tokens for salt, tokens in self._cached if salt == request.cache_salt)
-        held = max((_common_prefix(tokens, prompt) for tokens in own), default=0)
+        held = max((common_prefix(tokens, prompt) for tokens in own), default=0)
         return min(max(held, self.matched), len(prompt))
 
     def _computed(self, request: Request) -> None:
@@ -196,7 +240,7 @@ class FakeEngine(EngineClient):
             raise self.failures[verb]
 
 
-class FakeCluster(Cluster):
+class FakeCluster(ClusterInMemory[FakeEngine]):
     """``prefill-0``, ``prefill-1``, ..., ``decode-0``, ...; an engine whose ``up`` is False is in no pool.
 
     ``set_role`` works; ``metrics`` has the latencies that the test puts there. caching: of all engines.
@@ -205,30 +249,15 @@ class FakeCluster(Cluster):
     def __init__(self, *, prefill: int = 1, decode: int = 1, caching: bool = False) -> None:
         prefills = [FakeEngine(f"prefill-{i}", "prefill") for i in range(prefill)]
         decodes = [FakeEngine(f"decode-{i}", "decode") for i in range(decode)]
-        self.engines = {engine.id: engine for engine in [*prefills, *decodes]}
-        for engine in self.engines.values():
-            engine._peers, engine.caching = self.engines, caching
-        super().__init__(
-            prefill=lambda: self._up("decode"),
-            decode=lambda: self._up("prefill"),
-            all=lambda: self._up(None),
-            set_role=self._give_role,
-        )
-
-    def __getitem__(self, engine_id: str) -> FakeEngine:
-        return self.engines[engine_id]
+        engines = {engine.id: engine for engine in [*prefills, *decodes]}
+        for engine in engines.values():
+            engine._peers, engine.caching = engines, caching
+        super().__init__(engines)
 
     @property
     def calls(self) -> list[tuple[str, str]]:
         """(engine id, verb) of every call, engine by engine."""
         return [(engine.id, call.verb) for engine in self.engines.values() for call in engine.calls]
-
-    def _up(self, other: EngineRole | None) -> list[EngineClient]:
-        """The live engines, but for those whose only role is ``other``."""
-        return [engine for engine in self.engines.values() if engine.up and engine.role != other]
-
-    async def _give_role(self, engine_id: str, role: EngineRole) -> None:
-        self.engines[engine_id].role = role
 
 
 def make_request(
@@ -253,6 +282,7 @@ async def collect(chunks: AsyncIterator[GenerationChunk]) -> list[GenerationChun
     return [chunk async for chunk in chunks]
 
 
-def _common_prefix(one: Sequence[int], other: Sequence[int]) -> int:
+def common_prefix(one: Sequence[int], other: Sequence[int]) -> int:
+    """How many leading tokens are the same."""
     pairs = enumerate(zip(one, other, strict=False))
     return next((i for i, (a, b) in pairs if a != b), min(len(one), len(other)))

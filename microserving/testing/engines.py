@@ -22,7 +22,6 @@ from microserving.errors import (
 from microserving.policies import EngineLoad
 from microserving.program import (
     NOTHING_SENT,
-    Cluster,
     ClusterMetrics,
     EngineClient,
     EngineRole,
@@ -31,6 +30,7 @@ from microserving.program import (
     RemoteSendResult,
     Request,
 )
+from microserving.program.testing import ClusterInMemory, EngineInMemory, common_prefix
 from microserving.testing.faults import Fault, Stage
 from microserving.testing.holds import Holds, Lease, pages_of
 from microserving.testing.reference import holds_back, length_of, next_token, text_of
@@ -52,34 +52,21 @@ class EngineSettings:
     given_up_s: float = 2.0
 
 
-class ModelEngine(EngineClient):
+class ModelEngine(EngineInMemory):
     """state: ``up``; ``frozen``: answers nothing; ``gone``: died, or was given up. expired: reservations that nobody gave
     back, by request id."""
 
     def __init__(self, engine_id: str, role: EngineRole, cluster: ModelCluster) -> None:
+        super().__init__(engine_id, role)
         self.holds = Holds()
         self.expired: list[str] = []
         self.cached: list[tuple[str, tuple[int, ...]]] = []
         self.state = "up"
         self.failing: MicroservingError | None = None
-        self._id = engine_id
-        self._role: EngineRole = role
         self._cluster = cluster
         self._settings = cluster.settings
         self._loop = asyncio.get_running_loop()
         self._gone: asyncio.Future[None] = self._loop.create_future()
-
-    @property
-    def id(self) -> str:
-        return self._id
-
-    @property
-    def role(self) -> EngineRole:
-        return self._role
-
-    @role.setter
-    def role(self, role: EngineRole) -> None:
-        self._role = role
 
     @property
     def in_flight(self) -> int:
@@ -234,7 +221,7 @@ class ModelEngine(EngineClient):
     def matched(self, request: Request) -> int:
         """How many leading prompt tokens are cached."""
         own = (tokens for salt, tokens in self.cached if salt == request.cache_salt)
-        return max((_common_prefix(tokens, request.prompt_token_ids) for tokens in own), default=0)
+        return max((common_prefix(tokens, request.prompt_token_ids) for tokens in own), default=0)
 
     def lease(self, request_id: str) -> Lease | None:
         """The live reservation of a request."""
@@ -259,7 +246,7 @@ class ModelEngine(EngineClient):
         self._loop.call_later(self._settings.given_up_s, self._give_up)
 
     def _give_up(self) -> None:
-        self.state = "gone"
+        self.state, self.up = "gone", False
         if not self._gone.done():
             self._gone.set_result(None)
 
@@ -323,7 +310,7 @@ class ModelEngine(EngineClient):
         self.cached.append((salt, tuple(tokens)))
 
 
-class ModelCluster(Cluster):
+class ModelCluster(ClusterInMemory[ModelEngine]):
     """``prefill-0``, ``prefill-1``, ..., ``decode-0``, ..., ``hybrid-0``, ...; one that is gone is in no pool. Needs a
     running loop. counts: of prefill, decode and hybrid engines."""
 
@@ -332,22 +319,13 @@ class ModelCluster(Cluster):
         self.stage = stage
         self.in_flight_counts: dict[EngineClient, int] = {}
         roles: tuple[EngineRole, ...] = ("prefill", "decode", "hybrid")
-        self.engines = {
+        engines = {
             f"{role}-{number}": ModelEngine(f"{role}-{number}", role, self)
             for role, count in zip(roles, counts, strict=True)
             for number in range(count)
         }
-        super().__init__(
-            prefill=lambda: self._up("decode"),
-            decode=lambda: self._up("prefill"),
-            all=lambda: self._up(None),
-            set_role=self._give_role,
-            metrics=ClusterMetrics(asyncio.get_running_loop().time),
-            clock=asyncio.get_running_loop().time,
-        )
-
-    def __getitem__(self, engine_id: str) -> ModelEngine:
-        return self.engines[engine_id]
+        clock = asyncio.get_running_loop().time
+        super().__init__(engines, metrics=ClusterMetrics(clock), clock=clock)
 
     def in_flight(self, engine: EngineClient) -> int:
         return self.in_flight_counts.get(engine, 0)
@@ -361,13 +339,6 @@ class ModelCluster(Cluster):
         for engine in self.engines.values():
             engine.failing = error
 
-    def _up(self, other: EngineRole | None) -> list[EngineClient]:
-        """But for those whose only role is ``other``."""
-        return [each for each in self.engines.values() if each.state != "gone" and each.role != other]
-
-    async def _give_role(self, engine_id: str, role: EngineRole) -> None:
-        self.engines[engine_id].role = role
-
 
 def _resolved(name: str, index: int, request: Request) -> int:
     length = request.prompt_length
@@ -375,8 +346,3 @@ def _resolved(name: str, index: int, request: Request) -> int:
     if not 0 <= resolved <= length:
         raise InvalidRequest(f"{name} is {index}, but the prompt has {length} tokens", param=name)
     return resolved
-
-
-def _common_prefix(one: Sequence[int], other: Sequence[int]) -> int:
-    pairs = enumerate(zip(one, other, strict=False))
-    return next((i for i, (a, b) in pairs if a != b), min(len(one), len(other)))
