@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from microserving.bench import svg
-from microserving.bench.measurement import Measured
+from microserving.bench.measurement import INTERRUPTED, Measured
 from microserving.bench.report import Report, RunData, labels_of, latency
 from microserving.bench.statistics import percentile
 
@@ -14,6 +14,7 @@ _GAP_X, _GAP_Y = 72.0, 72.0
 _LEFT, _TOP = 64.0, 40.0
 _MS = 1000.0
 _BINS = 60
+_TITLE_CHARS = 36
 _WAIT, _PREFILL, _DECODE, _FAILED = "#bbbbbb", "#E69F00", "#0072B2", "#D55E00"
 _PANEL = (("ttft", "TTFT", "s", 1.0), ("tpot", "TPOT", "ms", _MS), ("jct", "JCT", "s", 1.0))
 
@@ -57,7 +58,7 @@ def histogram(runs: Sequence[RunData], labels: Sequence[str]) -> str:
     for number, (label, bins) in enumerate(shares.items()):
         row, column = divmod(number, 2)
         box = svg.Box(_LEFT + column * (_PLOT_WIDTH + _GAP_X), 32 + row * each, _PLOT_WIDTH, 110)
-        plot = svg.Plot(box, label, "gap between tokens (ms)", "% of gaps", end, tallest)
+        plot = svg.Plot(box, _shortened(label), "gap between tokens (ms)", "% of gaps", end, tallest)
         for index, share in enumerate(bins):
             if share:
                 begin, stop = index * end / _BINS, (index + 1) * end / _BINS
@@ -74,12 +75,15 @@ def timeline(run: RunData) -> str:
     records = [record for record in records if record.sent is not None]
     if not records:
         return ""
+    for record in records:
+        if record.error == INTERRUPTED:
+            record.ended = run["duration_s"]
     end = svg.round_up(max(_end_of(record) for record in records))
     each = 7.0 if len(records) <= 150 else 3.0
     box = svg.Box(_LEFT, 46, 900, each * len(records))
     plot = svg.Plot(box, f"{run['label']}, {run['load']}", "seconds", "request", end, float(len(records)))
     for row, record in enumerate(records):
-        _add_request(plot, record, len(records) - row - 1)
+        _add_request(plot, record, row)
     key = _key(
         (
             (_WAIT, "due, not sent"),
@@ -123,6 +127,11 @@ def _binned(values: Sequence[float], end: float) -> list[float]:
     return [count / len(values) for count in bins]
 
 
+def _shortened(label: str) -> str:
+    """As long as a plot is wide."""
+    return label if len(label) <= _TITLE_CHARS else label[: _TITLE_CHARS - 1] + "…"
+
+
 def _counted(run: RunData) -> list[Measured]:
     records = (Measured.from_dict(dict(data)) for data in run["requests"])
     return [record for record in records if record.counted and record.ok]
@@ -136,7 +145,7 @@ def _add_request(plot: svg.Plot, record: Measured, row: int) -> None:
     assert record.sent is not None
     end = _end_of(record)
     first = record.pieces[0] if record.pieces else end
-    failed = record.error is not None and record.error != "interrupted"
+    failed = record.error not in (None, INTERRUPTED)
     shade = "" if record.counted else " (not counted)"
     hint = f"request {record.session}{shade}: {record.prompt_tokens} + {record.output_tokens} tokens {record.error or ''}"
     low, high = row + 0.12, row + 0.88
