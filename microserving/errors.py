@@ -32,7 +32,9 @@ A message may be shown to clients: it never holds a path, an address or a traceb
 
 from __future__ import annotations
 
-from typing import ClassVar
+from typing import ClassVar, Final
+
+MAX_LOAD_ERROR_CHARS: Final = 1000
 
 
 class MicroservingError(Exception):
@@ -145,7 +147,18 @@ class ConfigError(StartupError):
 
 
 class ModelLoadError(StartupError):
-    pass
+    """Always one printable line: what it quotes comes from files that anybody may have made."""
+
+    def __init__(self, message: str, *, param: str | None = None, retry_after_s: float | None = None) -> None:
+        super().__init__(_one_line(message), param=param, retry_after_s=retry_after_s)
+
+
+def _one_line(text: str) -> str:
+    """``text`` with escapes for what cannot be printed, its middle left out when it is very long."""
+    if len(text) > MAX_LOAD_ERROR_CHARS:
+        half = MAX_LOAD_ERROR_CHARS // 2
+        text = f"{text[:half]} ... {text[-half:]}"
+    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
 
 
 class ProgramError(StartupError):

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import mmap
+import stat
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +14,8 @@ import numpy.typing as npt
 
 from microserving.errors import ModelLoadError
 
-MAX_JSON_BYTES = 128 * 2**20
+MAX_JSON_BYTES = 32 * 2**20
+"""Parsed JSON may take over twenty times as much."""
 
 
 class MappedFile:
@@ -21,6 +24,7 @@ class MappedFile:
     def __init__(self, path: Path) -> None:
         self.path = path
         try:
+            require_regular(path)
             with path.open("rb") as file:
                 if file.seek(0, 2) == 0:
                     raise ModelLoadError("the file is empty: expected some bytes, found 0")
@@ -45,14 +49,32 @@ class MappedFile:
         return np.frombuffer(self._map, np.uint8, nbytes, offset)
 
 
+def require_regular(path: Path) -> None:
+    """Raises ModelLoadError for a pipe, a device or a directory: opening one may wait for ever. OSError as ``stat``."""
+    if not stat.S_ISREG(path.stat().st_mode):
+        raise ModelLoadError("cannot be read: it is not a file")
+
+
+def read_bytes(path: Path, limit: int) -> bytes:
+    """All of a file of at most ``limit`` bytes; raises ModelLoadError that names it."""
+    try:
+        require_regular(path)
+        with path.open("rb") as file:
+            data = file.read(limit + 1)
+    except (OSError, ValueError) as error:
+        raise ModelLoadError(f"{path}: cannot be read: {_reason(error)}") from None
+    except ModelLoadError as error:
+        raise ModelLoadError(f"{path}: {error.message}") from None
+    if len(data) > limit:
+        raise ModelLoadError(f"{path}: the file is larger than {limit} bytes")
+    return data
+
+
 def read_json(path: Path) -> dict[str, Any]:
     """The object in a JSON file of at most MAX_JSON_BYTES; raises ModelLoadError that names the file."""
+    data = read_bytes(path, MAX_JSON_BYTES)
     try:
-        if path.stat().st_size > MAX_JSON_BYTES:
-            raise ModelLoadError(f"{path}: the file is larger than {MAX_JSON_BYTES} bytes")
-        return parse_object(path.read_bytes())
-    except OSError as error:
-        raise ModelLoadError(f"{path}: cannot be read: {_reason(error)}") from None
+        return parse_object(data)
     except ModelLoadError as error:
         raise ModelLoadError(f"{path}: {error.message}") from None
 
@@ -71,8 +93,7 @@ def parse_object(text: bytes) -> dict[str, Any]:
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     document = dict(pairs)
     if len(document) != len(pairs):
-        keys = [key for key, _ in pairs]
-        twice = next(key for key in keys if keys.count(key) > 1)
+        twice, _ = Counter(key for key, _ in pairs).most_common(1)[0]
         raise ModelLoadError(f"the key {twice!r} occurs twice")
     return document
 

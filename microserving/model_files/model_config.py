@@ -48,6 +48,9 @@ _LIMITS = {
     "max_context": 2**31 - 1,
 }
 
+_NUMBER_LIMITS = {"rope_theta": (1.0, 1e15), "rms_norm_eps": (1e-20, 0.5)}
+"""What float32 can compute with: a lower base gives infinite angles, a lower epsilon divides a row of zeros by zero."""
+
 
 @dataclass(frozen=True, slots=True)
 class ModelConfig:
@@ -85,10 +88,11 @@ class ModelConfig:
             )
         if self.head_dim % 2:
             raise ModelLoadError(f"head_dim is {self.head_dim}; rotary embeddings need an even number")
-        if not 0 < self.rope_theta < float("inf"):
-            raise ModelLoadError(f"rope_theta is {self.rope_theta}; it must be positive and finite")
-        if not 0 < self.rms_norm_eps < 1:
-            raise ModelLoadError(f"rms_norm_eps is {self.rms_norm_eps}; it must be between 0 and 1")
+        for field, (least, most) in _NUMBER_LIMITS.items():
+            if not least <= getattr(self, field) <= most:
+                raise ModelLoadError(
+                    f"{field} is {getattr(self, field)}; it must be between {least:g} and {most:g}"
+                )
 
 
 def tensor_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
@@ -277,7 +281,10 @@ def _number(document: Mapping[str, object], key: str, default: float) -> float:
         return default
     if not isinstance(value, int | float) or isinstance(value, bool):
         raise ModelLoadError(f"config.json: {key!r} must be a number, not {_kind(value)}")
-    return float(value)
+    try:
+        return float(value)
+    except OverflowError:
+        raise ModelLoadError(f"config.json: {key!r} is too large a number") from None
 
 
 def _boolean(document: Mapping[str, object], key: str, default: bool) -> bool:

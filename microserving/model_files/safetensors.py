@@ -23,6 +23,8 @@ from microserving.model_files.weights import FORMATS, Weight, WeightKind
 
 MAX_HEADER_BYTES = 32 * 2**20
 
+MAX_DIMENSIONS = 8
+
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
 _SHARD_NAME = re.compile(r"[^/\\\0]*\.safetensors")
@@ -81,7 +83,7 @@ def _tensor(name: str, entry: Any, begin: int) -> SafeTensor:
     if kind is None:
         supported = ", ".join(sorted(_KINDS))
         raise ModelLoadError(
-            f"tensor {name!r} has type {entry['dtype']}, which is not supported (supported: {supported})"
+            f"tensor {name!r} has type {_shown(entry['dtype'])}, which is not supported (supported: {supported})"
         )
     shape, offsets = _sizes(name, entry["shape"]), _sizes(name, entry["data_offsets"])
     nbytes = FORMATS[kind].size
@@ -94,10 +96,18 @@ def _tensor(name: str, entry: Any, begin: int) -> SafeTensor:
     return SafeTensor(kind, shape, begin + offsets[0], nbytes)
 
 
+def _shown(value: object) -> str:
+    return value if isinstance(value, str) else repr(value)
+
+
 def _sizes(name: str, value: Any) -> tuple[int, ...]:
-    if not isinstance(value, list) or not all(type(item) is int and item >= 0 for item in value):
+    if not isinstance(value, list) or not all(type(item) is int and 0 <= item < 2**63 for item in value):
         raise ModelLoadError(
-            f"tensor {name!r}: shape and data_offsets must be lists of non-negative integers"
+            f"tensor {name!r}: shape and data_offsets must be lists of non-negative integers below 2**63"
+        )
+    if len(value) > MAX_DIMENSIONS:
+        raise ModelLoadError(
+            f"tensor {name!r} has {len(value)} dimensions; at most {MAX_DIMENSIONS} are allowed"
         )
     return tuple(value)
 

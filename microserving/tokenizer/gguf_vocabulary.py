@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+import numpy as np
 from tokenizers import AddedToken, Regex, normalizers, pre_tokenizers
 from tokenizers import Tokenizer as Library
 from tokenizers import decoders as library_decoders
@@ -16,6 +17,8 @@ from tokenizers.pre_tokenizers import PreTokenizer
 
 from microserving.errors import ModelLoadError
 from microserving.model_files.gguf import GGUFMetadata
+
+MAX_PIECE_CHARS = 1024
 
 # tokenizer.ggml.token_type
 UNKNOWN, CONTROL, USER_DEFINED = 2, 3, 4
@@ -118,9 +121,12 @@ def _bpe(vocabulary: dict[str, int], merges: list[tuple[str, str]], **options: o
 
 
 def _sentencepiece(metadata: GGUFMetadata, tokens: list[str], vocabulary: dict[str, int]) -> Library:
+    _check_lengths(tokens)
     scores = metadata.floats("tokenizer.ggml.scores")
     if len(scores) != len(tokens):
         raise ModelLoadError(f"the tokenizer has {len(tokens)} tokens but {len(scores)} scores")
+    if np.isnan(scores).any():
+        raise ModelLoadError("metadata key 'tokenizer.ggml.scores' holds a number that is not finite")
     unknown = tokens[_token_id(metadata, "unknown", tokens) or 0]
     merges = _merges_by_score(tokens, vocabulary, scores.tolist())
     library = Library(_bpe(vocabulary, merges, unk_token=unknown, fuse_unk=True, byte_fallback=True))
@@ -132,6 +138,16 @@ def _sentencepiece(metadata: GGUFMetadata, tokens: list[str], vocabulary: dict[s
         [*steps, library_decoders.Strip(" ", 1, 0)] if prefixed else steps
     )
     return library
+
+
+def _check_lengths(tokens: list[str]) -> None:
+    """Every cut of every token is tried, so they must not be long."""
+    longest = max(map(len, tokens), default=0)
+    if not 0 < longest <= MAX_PIECE_CHARS:
+        raise ModelLoadError(
+            f"metadata key 'tokenizer.ggml.tokens' has a token of {longest} characters;"
+            f" 1 to {MAX_PIECE_CHARS} are allowed"
+        )
 
 
 def _merges_by_score(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -11,12 +10,17 @@ from tokenizers import Tokenizer as Library
 
 from microserving.errors import ModelLoadError
 from microserving.model_files.gguf import GGUFMetadata
-from microserving.model_files.mapped_file import read_json
+from microserving.model_files.mapped_file import read_bytes, read_json
 from microserving.model_files.resolved_model import ResolvedModel
 from microserving.tokenizer import gguf_vocabulary
+from microserving.tokenizer.library_wall import raising
 from microserving.tokenizer.tokenizer import Tokenizer, TokenizerFacts
 
-_logger = logging.getLogger(__name__)
+MAX_TEMPLATE_BYTES = 2**20
+MAX_TOKENIZER_BYTES = 128 * 2**20
+_UNUSABLE = "not a tokenizer that can be used; the file is damaged or too new"
+_PROBE = "a <s> Hé1 😀\n"
+"""Spaces, an accent, a digit, an emoji, a control character: a tokenizer that fails on a request should fail here."""
 
 # Control tokens that end a turn in the families we know; a GGUF file names only one of them as its EOS.
 _END_OF_TURN = (
@@ -37,10 +41,19 @@ def load_tokenizer(model: ResolvedModel) -> Tokenizer:
     """The tokenizer that comes with ``model``; raises ModelLoadError naming the file."""
     source = model.tokenizer_source
     try:
-        tokenizer = from_directory(source) if isinstance(source, Path) else from_gguf(source)
+        with raising(ModelLoadError(f"the tokenizer is {_UNUSABLE}")):
+            tokenizer = from_directory(source) if isinstance(source, Path) else from_gguf(source)
+            ids = tokenizer.encode(_PROBE)
+            tokenizer.decode(ids)
     except ModelLoadError as error:
         prefix = "" if str(model.source_path) in error.message else f"{model.source_path}: "
         raise ModelLoadError(f"{prefix}{error.message}") from None
+    if tokenizer.vocab_size == 0:
+        raise ModelLoadError(f"{model.source_path}: the tokenizer has no tokens")
+    if any(token_id >= model.config.vocab_size for token_id in tokenizer.eos_token_ids):
+        raise ModelLoadError(
+            f"{model.source_path}: an 'eos_token_id' lies beyond the model's {model.config.vocab_size} tokens"
+        )
     if tokenizer.vocab_size > model.config.vocab_size:
         raise ModelLoadError(
             f"{model.source_path}: the tokenizer has {tokenizer.vocab_size} tokens,"
@@ -80,13 +93,9 @@ def from_directory(directory: Path) -> Tokenizer:
         raise ModelLoadError(
             f"{directory}: there is no tokenizer.json, the one kind of tokenizer that is read"
         )
-    try:
-        library = Library.from_file(str(path))
-    except Exception as error:  # noqa: BLE001 - the library raises plain Exception for a bad file
-        _logger.debug("%s: %s", path, error)
-        raise ModelLoadError(
-            f"{path}: not a tokenizer that can be used; the file is damaged or too new"
-        ) from None
+    source = read_bytes(path, MAX_TOKENIZER_BYTES)
+    with raising(ModelLoadError(f"{path}: {_UNUSABLE}")):
+        library = Library.from_buffer(source)
     config = _optional_json(directory / "tokenizer_config.json")
     special = _special_tokens(_optional_json(directory / "special_tokens_map.json")) | _special_tokens(config)
     bos = _known_id(library, special.get("bos_token"))
@@ -119,8 +128,15 @@ def _special_tokens(config: Mapping[str, Any]) -> dict[str, str]:
 
 
 def _known_id(library: Library, token: str | None) -> int | None:
-    found: int | None = None if token is None else library.token_to_id(token)
+    if token is None or not is_unicode(token):
+        return None
+    found: int | None = library.token_to_id(token)
     return found
+
+
+def is_unicode(text: str) -> bool:
+    """Whether ``text`` has an encoding: JSON may hold half a surrogate pair."""
+    return not any("\ud800" <= character <= "\udfff" for character in text)
 
 
 def _surroundings(library: Library) -> tuple[tuple[int, ...], tuple[int, ...]]:
@@ -165,11 +181,11 @@ def _chat_template(directory: Path, config: Mapping[str, Any]) -> str | None:
     path = directory / "chat_template.jinja"
     if path.exists():
         try:
-            return path.read_text("utf-8")
-        except (OSError, UnicodeDecodeError) as error:
+            return read_bytes(path, MAX_TEMPLATE_BYTES).decode()
+        except UnicodeDecodeError as error:
             raise ModelLoadError(f"{path}: cannot be read: {error}") from None
     value = config.get("chat_template")
     if isinstance(value, list):
-        named = {item.get("name"): item.get("template") for item in value if isinstance(item, dict)}
-        value = named.get("default")
+        named = [item for item in value if isinstance(item, dict) and item.get("name") == "default"]
+        value = named[-1].get("template") if named else None
     return value if isinstance(value, str) else None

@@ -16,6 +16,7 @@ from tokenizers import Tokenizer as Library
 
 from microserving.errors import ContextLengthExceeded, InvalidRequest, ModelLoadError
 from microserving.tokenizer.chat_template import ChatTemplate, Messages, TemplateUnusableError
+from microserving.tokenizer.library_wall import raising
 from microserving.tokenizer.pieces import IncrementalDetokenizer, Pieces
 from microserving.tokenizer.text_bound import text_bound
 
@@ -135,7 +136,8 @@ class Tokenizer:
                 f"the text has {len(data)} bytes, which no tokens of the context of {max_context} can hold",
                 param=param,
             )
-        ids = self._library_ids(text)
+        with raising(InvalidRequest("the model's tokenizer cannot encode the text", param=param)):
+            ids = self._library_ids(text)
         if not add_special_tokens:
             return ids
         prefix = self._facts.prefix_ids

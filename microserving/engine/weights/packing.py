@@ -38,7 +38,7 @@ def tile_kind(weights: Sequence[Weight]) -> TileKind:
 def pack_matrix(weights: Sequence[Weight]) -> Bytes:
     """Matrices (N_i, K) stacked along N -> tiles uint8 [ceil(N / 16), ceil(K / 32), bytes] of ``tile_kind(weights)``.
 
-    Raises ModelLoadError when a scale or bias is no finite float16.
+    Raises ModelLoadError when a number is not finite, or a scale or bias no finite float16.
     """
     kind = tile_kind(weights)
     if kind in ("q4", "q8"):
@@ -47,8 +47,8 @@ def pack_matrix(weights: Sequence[Weight]) -> Bytes:
 
 
 def pack_vector(weights: Sequence[Weight]) -> npt.NDArray[np.float32]:
-    """The vectors of norms or biases one after another, as float32."""
-    return np.concatenate([weight.dequantize() for weight in weights])
+    """The vectors of norms or biases one after another, as float32. Raises ModelLoadError when one is not finite."""
+    return np.concatenate([_finite(weight, weight.dequantize()) for weight in weights])
 
 
 def _quantised_tiles(weights: Sequence[Weight], kind: TileKind) -> Bytes:
@@ -98,9 +98,20 @@ def _dense_tiles(weights: Sequence[Weight], kind: TileKind) -> Bytes:
     return np.ascontiguousarray(ordered).reshape(tiles, groups, -1).view(np.uint8)
 
 
+def _finite(weight: Weight, values: npt.NDArray[Any]) -> npt.NDArray[Any]:
+    """``values``. Raises ModelLoadError when one of them is NaN or infinite."""
+    if not np.isfinite(values).all():
+        raise ModelLoadError(f"tensor {weight.name!r} holds a number that is not finite")
+    return values
+
+
 def _dense(weight: Weight, kind: TileKind) -> npt.NDArray[Any]:
     if kind == "f32":
-        return weight.dequantize()
+        return _finite(weight, weight.dequantize())
+    if weight.kind == "f16":
+        _finite(weight, np.ascontiguousarray(weight.rows).view("<f2"))
+    else:
+        _finite(weight, weight.dequantize())
     return np.ascontiguousarray(weight.rows).view("<u2").reshape(weight.shape)  # f16 and bf16 as they are
 
 
