@@ -89,6 +89,7 @@ class EngineNode:
         """Start the engine, then accept writers. Raises StartupError."""
         services = self.services
         services.engine.engine.on_revoked = self._transport.revoke
+        await asyncio.to_thread(services.engine.grammars.prepare)  # now: later it would hold up streams
         await services.engine.start()
         self._transport.serve(
             services.info.engine_id, services.info.epoch, self._total_pages, services.engine.engine
