@@ -12,7 +12,7 @@ from functools import partial
 
 from fastapi import FastAPI
 from starlette.requests import Request as HttpRequest
-from starlette.responses import Response
+from starlette.responses import PlainTextResponse, Response
 
 from microserving.errors import Unauthorized
 from microserving.front import ApiKeys, ClientLimits, FrontSettings, control_router, create_front
@@ -90,7 +90,7 @@ class Router:
         self._admin_key = None if config.admin_key_file is None else read_key(config.admin_key_file)
         control = control_router()
         control.add_api_route("/router/stats", self.stats, response_model=RouterStats)
-        control.add_api_route("/metrics", self.metrics, response_class=Response)
+        control.add_api_route("/metrics", self.metrics, response_class=PlainTextResponse)
         self.app: FastAPI = create_front(
             self._dispatcher,
             dataclasses.replace(_front_settings(config), on_ended=self._figures.request_ended),

@@ -6,7 +6,7 @@ Owns which figure of the engine is which metric. The names are ``observability.m
 from __future__ import annotations
 
 from fastapi import APIRouter
-from starlette.responses import Response
+from starlette.responses import PlainTextResponse, Response
 
 import microserving
 from microserving.engine.jobs import Counters, LoadSnapshot
