@@ -102,7 +102,9 @@ class Experiment:
             for target in (*self._targets[first:], *self._targets[:first]):
                 if self.stopped:
                     return self.runs
-                self.runs.append(await self._run(target, arrivals, f"run-{turn}-{time.time_ns()}"))
+                run = await self._run(target, arrivals, f"run-{turn}-{time.time_ns()}")
+                if run.summary.requests:  # else it was ended during its warm-up
+                    self.runs.append(run)
         return self.runs
 
     async def _try(self, target: Target) -> None:
