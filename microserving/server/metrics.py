@@ -25,7 +25,7 @@ class EngineMetrics:
         self._exposition = Exposition(self.figures)
 
     def add_to(self, router: APIRouter) -> None:
-        router.add_api_route("/metrics", self.metrics)
+        router.add_api_route("/metrics", self.metrics, response_class=PlainTextResponse)
 
     async def metrics(self) -> Response:
         """Prometheus metrics."""
