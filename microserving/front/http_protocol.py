@@ -47,6 +47,7 @@ class BoundedHeadProtocol(HttpToolsProtocol):
         self._upgrading = False
         self._deaf = False  # nothing that still comes is read as HTTP
         self._timer: asyncio.TimerHandle | None = None
+        self._idle_since: float | None = None
         self._endpoints: Mapping[bytes, Endpoint] = getattr(self.app, "endpoints", {})
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
@@ -56,9 +57,10 @@ class BoundedHeadProtocol(HttpToolsProtocol):
     def connection_lost(self, exc: Exception | None) -> None:
         self._stop_timer()
         super().connection_lost(exc)
+        super()._unset_keepalive_if_required()
 
     def data_received(self, data: bytes) -> None:
-        self._unset_keepalive_if_required()
+        self._idle_since = None
         if self._deaf or self.transport.is_closing():
             return
         self._progressed = False
@@ -154,9 +156,35 @@ class BoundedHeadProtocol(HttpToolsProtocol):
             self._start_timer()
 
     def on_response_complete(self) -> None:
-        super().on_response_complete()
+        self.server_state.total_requests += 1
+        if self.transport.is_closing():
+            return
+        self.flow.resume_reading()
+        if self.pipeline:
+            self._start_asgi_task(*self.pipeline.pop())
+        else:
+            self._idle_since = self.loop.time()
+            if self.timeout_keep_alive_task is None:
+                self._close_when_idle_for(self.timeout_keep_alive)
         if self.cycle.response_complete and not self._in_head and not self.transport.is_closing():
             self._start_timer()  # answered before its body has come, which nobody reads
+
+    def _unset_keepalive_if_required(self) -> None:
+        """The timer stays, and looks when it goes off: one for many requests, where uvicorn has one for each."""
+        self._idle_since = None
+
+    def timeout_keep_alive_handler(self) -> None:
+        self.timeout_keep_alive_task = None
+        if self._idle_since is None:  # the end of what is under way sets it again
+            return
+        left_s = self._idle_since + self.timeout_keep_alive - self.loop.time()
+        if left_s > 0:
+            self._close_when_idle_for(left_s)
+        else:
+            super().timeout_keep_alive_handler()
+
+    def _close_when_idle_for(self, seconds: float) -> None:
+        self.timeout_keep_alive_task = self.loop.call_later(seconds, self.timeout_keep_alive_handler)
 
     def _refuse_head(self) -> NoReturn:
         self._too_large = True

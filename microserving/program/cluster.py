@@ -75,6 +75,8 @@ class Pool:
     when no engine of the pool is up.
     """
 
+    __slots__ = ("_chosen", "_engines", "_name", "_seen", "_state", "_strictly", "_without")
+
     def __init__(self, name: str, engines: EngineSource, state: PoolState | None = None) -> None:
         self._name = name
         self._engines = engines
@@ -139,15 +141,17 @@ class Pool:
         when that is known better than by the index.
         Raises: NoEngine, ValueError for an unknown name or a missing request.
         """
-        if policy not in POLICIES:
+        choice = POLICIES.get(policy)
+        if choice is None:
             raise ValueError(f"unknown policy {policy!r}; there are: {', '.join(POLICIES)}")
         if policy in NEED_REQUEST and request is None:
             raise ValueError(f"the policy {policy!r} needs the request")
         engines = self._some()
-        turn = self._state.turns[policy]
-        self._state.turns[policy] += 1
+        turns = self._state.turns
+        turn = turns[policy]
+        turns[policy] = turn + 1
         if request is None:
-            return self._chosen(POLICIES[policy](engines, Situation(turn)))
+            return self._chosen(choice(engines, Situation(turn)))
         return self._chosen(self._choose_for(request, policy, engines, turn, matched))
 
     def bound(
@@ -160,9 +164,12 @@ class Pool:
     ) -> Pool:
         """The same pool, sharing its state. Engines pass through ``seen`` when iterated, ``chosen`` by a policy; those
         in ``without``, which is looked at each time, are left out: while others are up, or always (``strictly``)."""
+        return self._bound((seen, chosen, without, strictly))
+
+    def _bound(self, binding: tuple[Bind, Bind, Collection[EngineClient], bool]) -> Pool:
         pool = Pool.__new__(Pool)
         pool._name, pool._engines, pool._state = self._name, self._engines, self._state
-        pool._seen, pool._chosen, pool._without, pool._strictly = seen, chosen, without, strictly
+        pool._seen, pool._chosen, pool._without, pool._strictly = binding
         return pool
 
     def _live(self) -> Sequence[EngineClient]:
@@ -272,9 +279,10 @@ class Cluster:
         cluster.__dict__.update(
             self.__dict__
         )  # as copy.copy does, at a fifth of the price: this is done per request
-        cluster.prefill = self.prefill.bound(seen=seen, chosen=chosen, without=without, strictly=strictly)
-        cluster.decode = self.decode.bound(seen=seen, chosen=chosen, without=without, strictly=strictly)
-        cluster.all = self.all.bound(seen=seen, chosen=chosen, without=without, strictly=strictly)
+        binding = seen, chosen, without, strictly
+        cluster.prefill = self.prefill._bound(binding)
+        cluster.decode = self.decode._bound(binding)
+        cluster.all = self.all._bound(binding)
         return cluster
 
 

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator, Awaitable
-from dataclasses import dataclass
 from typing import Literal, TypeVar
 
 from microserving.policies import EngineLoad
 from microserving.program.request import Request
 from microserving.protocol.generation import GenerationChunk, RemoteSendResult
+from microserving.protocol.records import record
 
 ResultT = TypeVar("ResultT")
 
@@ -17,7 +17,7 @@ EngineRole = Literal["prefill", "decode", "hybrid"]
 """The pool that an engine is in; a hybrid one is in both."""
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class Received:
     """A decode engine's answer to ``prep_recv``: room for the K/V of ``[prefix_matched_length, end)``.
 

@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import asyncio
-from dataclasses import dataclass, field, fields
+from dataclasses import field, fields
 from operator import attrgetter
 from typing import Any, Self
 
 from microserving.protocol.generation import GenerationRequest
+from microserving.protocol.records import record
 
 _ALL_BUT_LAST = 1e-5
 """Below this balance factor the prefill engine takes all but the last token (MLC-LLM's constant)."""
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class Request(GenerationRequest):
     """One prompt to continue, already tokenised.
 

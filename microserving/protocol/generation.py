@@ -6,14 +6,16 @@ Pure data: no JSON, no HTTP, no tokenizer. ``openai.py`` and ``microserving.py``
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import field
 from typing import Literal
+
+from microserving.protocol.records import record
 
 FinishReason = Literal["stop", "length", "tool_calls", "preempt"]
 Preemption = Literal["recompute", "return"]
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class SamplingParams:
     """How the next token is chosen. Sampling is a pure function of (logits, these, seed, output position).
 
@@ -33,7 +35,7 @@ class SamplingParams:
     seed: int = 0
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class StopParams:
     """When a generation ends. max_tokens None = up to the context limit, 0 = with the prompt. stop_token_ids add to the
     model's EOS set. min_tokens: before so many output tokens none of these ids is chosen and no stop string ends it."""
@@ -45,7 +47,7 @@ class StopParams:
     min_tokens: int = 0
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class Grammar:
     """What the whole output must match. kind: how ``text`` is written. ``json_schema``: a JSON Schema; ``json_object``:
     any JSON object (text is ""); ``regex``; ``lark``: a context-free grammar in llguidance's Lark."""
@@ -54,7 +56,7 @@ class Grammar:
     text: str = ""
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class TokenLogprob:
     """A token that came, its natural log-probability under the model (softmax of the raw logits: before penalties, bias,
     temperature and cut-offs), and the likeliest tokens of its position with theirs, likeliest first. rank: 1 for the
@@ -66,7 +68,7 @@ class TokenLogprob:
     rank: int = 1
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class GenerationChunk:
     """One piece of a generation's output, in order.
 
@@ -87,7 +89,7 @@ class GenerationChunk:
     prompt_logprobs: tuple[TokenLogprob | None, ...] | None = None
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class GenerationRequest:
     """One prompt to continue. request_id is made by the server and unique among live requests of an engine.
 
@@ -122,7 +124,7 @@ class GenerationRequest:
     grammar: Grammar | None = None
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class RemoteSendResult:
     """What one `remote_send` did. Durations in milliseconds.
 

@@ -20,6 +20,7 @@ from microserving.protocol import verb_answers
 from microserving.protocol.body import WireModel, validate
 from microserving.protocol.generation import GenerationChunk, RemoteSendResult
 from microserving.protocol.generation_stream import GenerationStreamReader
+from microserving.router.connection import ConnectionFailedError
 from microserving.router.engine_http import EngineHTTP
 from microserving.router.engine_stream import EngineStream
 from microserving.router.in_flight import InFlight
@@ -33,6 +34,7 @@ _PREP_RECV: Final = "/microserving/prep_recv"
 _REMOTE_SEND: Final = "/microserving/remote_send"
 _START_GENERATE: Final = "/microserving/start_generate"
 _STREAM_FIELDS = wire.stream_fields()
+_encode: Final = msgspec.json.encode
 _LOAD_FIELDS = tuple(EngineLoad.__dataclass_fields__)
 SLOWEST_TOKEN_S = 1.0
 """What a token may take when nobody sees it before the last one."""
@@ -260,7 +262,7 @@ class HttpEngineClient(EngineClient):
         if common is None:
             common = msgspec.json.encode(wire.completion_body(request, model=model))[:-1]
             request.encoded[model] = common
-        return b"%b,%b" % (common, msgspec.json.encode(fields)[1:]) if fields else common + b"}"
+        return b"%b,%b" % (common, _encode(fields)[1:]) if fields else common + b"}"
 
     async def _verb(
         self,
@@ -292,11 +294,18 @@ class HttpEngineClient(EngineClient):
         http = self._http
         http.check_open()
         try:
-            reply = read(await http.fetch(path, self._body(request, fields), timeout_s=timeout_s))
+            status, headers, content = await http.fetch(
+                path, self._body(request, fields), timeout_s=timeout_s
+            )
+            if status != 200:
+                raise http.refusal(status, headers, content)
+            reply = read(content)
         except msgspec.ValidationError as error:
             raise self._failed(http.broken(f"gave a wrong answer: {error}")) from None
         except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
             raise self._failed(http.broken("answered something that is not a JSON object")) from None
+        except (TimeoutError, ConnectionFailedError) as error:
+            raise self._failed(http.lost(error)) from None
         except MicroservingError as error:
             raise self._failed(http.seen_by_client(error)) from None
         self._on_outcome(self, True)

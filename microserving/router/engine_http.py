@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Coroutine, Mapping
 from http import HTTPStatus
 from types import MappingProxyType
 from typing import Any, TypeVar
@@ -94,15 +94,12 @@ class EngineHTTP:
         """The JSON object that answers ``body``. Raises as ``get``."""
         return self._object(*await self._exchange("POST", path, _content(body), timeout_s))
 
-    async def fetch(self, path: str, body: bytes, *, timeout_s: float) -> bytes:
-        """As ``post``, but the answer's bytes."""
-        try:
-            status, headers, content = await self._connections.post(path, body, limit_s=timeout_s)
-        except (TimeoutError, ConnectionFailedError) as error:
-            raise self.lost(error) from None
-        if status != 200:
-            raise self._refusal(status, headers, content)
-        return content
+    def fetch(
+        self, path: str, body: bytes, *, timeout_s: float
+    ) -> Coroutine[Any, Any, tuple[int, Mapping[bytes, bytes], bytes]]:
+        """The answer's status, headers (unless the status is 200: then there is no ``refusal``) and bytes. Raises
+        TimeoutError and ConnectionFailedError, of which ``lost`` knows the meaning: a coroutine less than ``post``."""
+        return self._connections.post(path, body, limit_s=timeout_s)
 
     async def post_if_known(
         self, path: str, body: Mapping[str, Any], *, timeout_s: float
@@ -126,7 +123,7 @@ class EngineHTTP:
         if answer.status == 200:
             return answer
         try:
-            raise self._refusal(answer.status, answer.headers, await _read(answer))
+            raise self.refusal(answer.status, answer.headers, await _read(answer))
         except (TimeoutError, ConnectionFailedError) as error:
             raise self.lost(error) from None
 
@@ -216,7 +213,7 @@ class EngineHTTP:
 
     def _object(self, answer: Answer, content: bytes) -> dict[str, Any]:
         if answer.status != 200:
-            raise self._refusal(answer.status, answer.headers, content)
+            raise self.refusal(answer.status, answer.headers, content)
         body = _json_object(content)
         if body is None:
             raise self.broken("answered something that is not a JSON object")
@@ -236,7 +233,8 @@ class EngineHTTP:
         self._on_unreachable(f"the connection broke: {_reason(error)}")
         return self.broken("broke the connection")
 
-    def _refusal(self, status: int, headers: Mapping[bytes, bytes], content: bytes) -> MicroservingError:
+    def refusal(self, status: int, headers: Mapping[bytes, bytes], content: bytes) -> MicroservingError:
+        """What an answer with another status than 200 stands for."""
         body = _json_object(content) or {}
         error = body.get("error")
         if not isinstance(error, dict):
