@@ -54,6 +54,7 @@ class ChatCompletionRequest(GenerationFields):
     messages: Annotated[list[ChatMessage], no_longer_than(MAX_MESSAGES)] = Field(
         min_length=1, max_length=MAX_MESSAGES, fail_fast=True
     )
+    max_tokens: int | None = Field(None, ge=1, le=INT32_MAX)
     max_completion_tokens: int | None = Field(None, ge=1, le=INT32_MAX)
     logprobs: bool = False
     top_logprobs: int | None = Field(None, ge=0, le=MAX_TOP_LOGPROBS)
@@ -108,6 +109,10 @@ class ChatCompletionRequest(GenerationFields):
     def token_limit(self) -> int | None:
         """`max_completion_tokens`, else its older name `max_tokens`."""
         return self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
+
+    @property
+    def shown_logprobs(self) -> int | None:
+        return (self.top_logprobs or 0) if self.logprobs else None
 
     @property
     def prompt_chars(self) -> int:

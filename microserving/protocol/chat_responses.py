@@ -10,7 +10,8 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from microserving.protocol.generation import FinishReason, GenerationChunk
+from microserving.protocol.generation import FinishReason, GenerationChunk, TokenLogprob
+from microserving.protocol.logprobs import TokenTexts, chat_logprobs
 from microserving.protocol.responses import AnswerShape, FinishedChoice
 
 
@@ -75,6 +76,7 @@ class _Choice:
     reader: PieceReader
     called: bool = False
     token_ids: list[int] = field(default_factory=list)
+    logprobs: list[TokenLogprob] = field(default_factory=list)
 
 
 class ChatShape(AnswerShape):
@@ -90,6 +92,7 @@ class ChatShape(AnswerShape):
         self._make_reader = make_reader or PlainText
         self._plain = make_reader is None
         self._open: dict[int, _Choice] = {}
+        self._scored: TokenTexts | None = None if head.get("logprobs") is None else head.get("texts")
 
     def next_event(self, index: int, chunk: GenerationChunk) -> bytes | None:
         return super().next_event(index, chunk) if self._plain else None
@@ -106,6 +109,7 @@ class ChatShape(AnswerShape):
             deltas[0] = {"role": "assistant", **_first_content(deltas[0]), **deltas[0]}
         choice.called = choice.called or any(isinstance(piece, CallBegin) for piece in pieces)
         choice.token_ids += chunk.token_ids
+        choice.logprobs += chunk.logprobs
         shown = [self._entry(index, choice, delta, None) for delta in deltas]
         if finish is not None:
             shown.append(self._entry(index, choice, {}, _finish(finish, choice.called)))
@@ -116,8 +120,9 @@ class ChatShape(AnswerShape):
         self, index: int, choice: _Choice, delta: dict[str, Any], finish: FinishReason | None
     ) -> dict[str, Any]:
         """With it go the tokens that no event has told yet."""
-        shown = {"index": index, "delta": delta, "logprobs": None, "finish_reason": finish}
-        ids, choice.token_ids = tuple(choice.token_ids), []
+        scores = self._scores(choice.logprobs) if choice.logprobs else None
+        shown = {"index": index, "delta": delta, "logprobs": scores, "finish_reason": finish}
+        ids, choice.token_ids, choice.logprobs = tuple(choice.token_ids), [], []
         return self._with_ids(shown, ids)
 
     def _whole_choice(self, index: int, choice: FinishedChoice) -> dict[str, Any]:
@@ -125,8 +130,13 @@ class ChatShape(AnswerShape):
         pieces = [*reader.put(choice.text), *reader.end()]
         message = _message(pieces)
         finish = _finish(choice.finish_reason, "tool_calls" in message)
-        shown = {"index": index, "message": message, "logprobs": None, "finish_reason": finish}
+        scores = self._scores(choice.logprobs)
+        shown = {"index": index, "message": message, "logprobs": scores, "finish_reason": finish}
         return self._with_ids(shown, choice.token_ids)
+
+    def _scores(self, tokens: Iterable[TokenLogprob]) -> dict[str, Any] | None:
+        """`logprobs`, when they are shown."""
+        return None if self._scored is None else chat_logprobs(tokens, self._scored.token_bytes)
 
 
 def _finish(reason: FinishReason, called: bool) -> FinishReason:

@@ -164,6 +164,8 @@ def test_which_tools_are_offered_and_which_are_forced() -> None:
         ({"top_logprobs": 1}, "top_logprobs"),
         ({"logprobs": True, "top_logprobs": 21}, "top_logprobs"),
         ({"logprobs": 1}, "logprobs"),
+        ({"max_tokens": 0}, "max_tokens"),
+        ({"max_completion_tokens": 0}, "max_completion_tokens"),
     ],
 )
 def test_wrong_options(fields: dict[str, Any], param: str) -> None:

@@ -323,7 +323,7 @@ TOOL = {
     "function": {"name": "weather", "parameters": {"type": "object", "properties": {}}},
 }
 CALL = {"id": "c1", "type": "function", "function": {"name": "weather", "arguments": '{"city": "Paris"}'}}
-TOOL_CHAT = [
+TOOL_CHAT: list[dict[str, Any]] = [
     {"role": "system", "content": "Be brief."},
     USER,
     {"role": "assistant", "content": None, "tool_calls": [CALL]},
@@ -377,7 +377,8 @@ def test_a_message_is_continued_as_transformers_does(source: str, text: str) -> 
     from transformers.utils.chat_template_utils import render_jinja_template
 
     chat = [USER, {"role": "assistant", "content": text}]
-    (expected,), _ = render_jinja_template([chat], chat_template=source, continue_final_message=True)
+    rendered: Any = render_jinja_template([chat], chat_template=source, continue_final_message=True)
+    expected = rendered[0][0]
     assert ChatTemplate(source, {}).render(chat, continue_final_message=True) == expected
     assert expected.rstrip().endswith(text.strip())
 
