@@ -305,7 +305,13 @@ class _Stream:
 
 
 def _merged(first: GenerationChunk, then: GenerationChunk) -> GenerationChunk:
-    return dataclasses.replace(then, text=first.text + then.text, token_ids=first.token_ids + then.token_ids)
+    return dataclasses.replace(
+        then,
+        text=first.text + then.text,
+        token_ids=first.token_ids + then.token_ids,
+        logprobs=first.logprobs + then.logprobs,
+        prompt_logprobs=first.prompt_logprobs or then.prompt_logprobs,
+    )
 
 
 def _settle(future: asyncio.Future[SendDone], result: SendDone | MicroservingError) -> None:

@@ -49,15 +49,19 @@ class Books:
     # --- requests --------------------------------------------------------------------------------------------
 
     def add_generation(self, request: GenerationRequest, wanted: int, task: Generation) -> None:
-        """wanted: from where on the caller wants the prompt computed here.
+        """wanted: from where on the caller wants the prompt computed here. One whose prompt is scored computes all of it,
+        whatever was received.
 
         Raises InvalidRequest, LeaseError, RequestConflict, Overloaded; then nothing was changed.
         """
-        self._check_against_lease(request, wanted)
-        if self.scheduler.reservation(request.request_id) is None:
-            self.scheduler.add(task.sequence)
+        if task.scores is not None:
+            self.scheduler.add_instead(task.sequence)
         else:
-            self.scheduler.add_received(task.sequence)
+            self._check_against_lease(request, wanted)
+            if self.scheduler.reservation(request.request_id) is None:
+                self.scheduler.add(task.sequence)
+            else:
+                self.scheduler.add_received(task.sequence)
         self._tasks[task.sequence] = task
 
     def count_ended(self, request: GenerationRequest, reason: FinishReason) -> None:
@@ -177,8 +181,9 @@ class Books:
             return []
         if isinstance(sampled, InternalError):
             return [self.end(task, sampled, publish=False)]
-        task.sequence.tokens.append(sampled.token_id)
-        self._count_token(task)
+        if sampled.token_id is not None:
+            task.sequence.tokens.append(sampled.token_id)
+            self._count_token(task)
         if sampled.chunk is None:
             return []
         if sampled.chunk.finish_reason is not None:

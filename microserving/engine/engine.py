@@ -25,6 +25,7 @@ from microserving.engine.config import EngineConfig
 from microserving.engine.constraint import Constraint
 from microserving.engine.execution import Executor
 from microserving.engine.jobs import LoadSnapshot, Reservation, SendDone, SendJob
+from microserving.engine.logprobs import ROWS_AT_ONCE, PromptScores
 from microserving.engine.output import EngineTokenizer, OutputProcessor, stop_ids
 from microserving.engine.pacing import Pacer
 from microserving.engine.runner import ModelRunner
@@ -123,8 +124,7 @@ class Engine:
             self._require_open()
             self._books.expire_leases()
             if ended is None:
-                gives_back = request.preemption == "return"
-                task = Generation(self._sequence(request), request.sampling, output, on_chunk, gives_back)
+                task = self._generation(request, output, on_chunk)
                 self._books.add_generation(request, wanted, task)
             else:
                 self._books.count_ended(request, ended.finish_reason or "stop")
@@ -298,7 +298,22 @@ class Engine:
         finally:
             self._emit(events)
 
-    def _sequence(self, request: GenerationRequest) -> TokenSequence:
+    def _generation(
+        self, request: GenerationRequest, output: OutputProcessor, on_chunk: OnChunk
+    ) -> Generation:
+        count = None if request.resume_output_ids else request.prompt_logprobs  # else they were told already
+        return Generation(
+            self._sequence(request, scored=count is not None),
+            request.sampling,
+            output,
+            on_chunk,
+            gives_back=request.preemption == "return",
+            logprobs=request.logprobs,
+            scores=None if count is None else PromptScores(request.prompt_token_ids, count),
+        )
+
+    def _sequence(self, request: GenerationRequest, *, scored: bool) -> TokenSequence:
+        """scored: all of the prompt's logits are wanted, so that all of it is computed, some at a time."""
         now = self._clock()
         return TokenSequence(
             request.request_id,
@@ -308,6 +323,8 @@ class Engine:
             salt=request.cache_salt,
             deadline=None if request.timeout_s is None else now + request.timeout_s,
             prompt_length=len(request.prompt_token_ids),
+            shares_prefix=not scored,
+            chunk_limit=ROWS_AT_ONCE if scored else None,
         )
 
     def _constraint(self, request: GenerationRequest, grammar: CompiledGrammar | None) -> Constraint | None:

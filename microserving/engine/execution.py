@@ -6,6 +6,7 @@ engine's thread; the pages of a step stay as they are until the step is complete
 
 from __future__ import annotations
 
+import itertools
 import logging
 import time
 from collections.abc import Callable, Iterable, Sequence
@@ -15,9 +16,10 @@ import numpy as np
 import numpy.typing as npt
 
 from microserving.engine.jobs import StepTimes
-from microserving.engine.runner import ModelRunner, StepOutput
+from microserving.engine.logprobs import Logits
+from microserving.engine.runner import ModelRunner, RunnerChunk
 from microserving.engine.sampler import sample
-from microserving.engine.tasks import Generation, SampledToken, Send, Task, Work
+from microserving.engine.tasks import Generation, SampledToken, Send, Work
 from microserving.errors import InternalError
 from microserving.scheduler import PageCopy
 
@@ -74,7 +76,7 @@ class Executor:
             chunks = [work.task.runner_chunk(work.chunk) for work in batch if work.chunk.length > 0]
             output = self._runner.run(chunks) if chunks else None
             end_ns = self._now_ns()
-            sampled = self._sample([work.task for work in batch if work.samples], output)
+            sampled = [] if output is None else self._results(batch, chunks, output.logits)
         except Exception:
             ids = [work.task.sequence.request_id for work in batch]
             logger.exception("a step failed; its requests end with an error: %s", ids)
@@ -92,12 +94,31 @@ class Executor:
         layers = self._runner.copy_slots(put.source, put.target, put.remote)
         return StepTimes(begin_ns, self._now_ns(), layers)
 
-    def _sample(self, tasks: Sequence[Task], output: StepOutput | None) -> list[SampledToken | InternalError]:
-        generations = [task for task in tasks if isinstance(task, Generation)]
-        rows = 0 if output is None else len(output.logits)
-        if len(generations) != rows:
-            raise InternalError(f"{rows} rows of logits for {len(generations)} sequences")
-        if output is None or not generations:
-            return []
-        tokens = sample(output.logits, [task.sampling_row() for task in generations], self._vocab_size)
-        return [task.take(token) for task, token in zip(generations, tokens, strict=True)]
+    def _results(
+        self, batch: Sequence[Work], chunks: Sequence[RunnerChunk], logits: Logits
+    ) -> list[SampledToken | InternalError]:
+        """What becomes of the prompts and outputs. chunks: of the works that have tokens to compute."""
+        works = [work for work in batch if work.chunk.length > 0]
+        ends = list(itertools.accumulate(chunk.logits for chunk in chunks))
+        if len(logits) != ends[-1]:
+            raise InternalError(f"{len(logits)} rows of logits instead of {ends[-1]}")
+        logits = logits[:, : self._vocab_size]
+        sampling: list[tuple[Generation, int]] = []  # with the row behind its last one
+        for work, chunk, end in zip(works, chunks, ends, strict=True):
+            if isinstance(work.task, Generation):
+                work.task.score_prompt(logits[end - chunk.logits : end], work.chunk)
+                if work.samples:
+                    sampling.append((work.task, end))
+        return self._sample(sampling, logits)
+
+    def _sample(
+        self, sampling: Sequence[tuple[Generation, int]], logits: Logits
+    ) -> list[SampledToken | InternalError]:
+        rows = [end - 1 for task, end in sampling if task.output.room]
+        drawn = logits if len(rows) == len(logits) else logits[rows]
+        asked = [task.sampling_row() for task, _ in sampling if task.output.room]
+        tokens = iter(sample(drawn, asked, self._vocab_size)) if asked else iter(())
+        return [
+            task.take(next(tokens), logits[end - 1]) if task.output.room else task.end_of_prompt()
+            for task, end in sampling
+        ]

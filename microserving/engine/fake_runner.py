@@ -90,7 +90,8 @@ class FakeRunner:
             times[1, layer] = self.now_ns()
             hidden = [self._attend(layer, chunk, h) for chunk, h in zip(chunks, hidden, strict=True)]
             times[2, layer] = self.now_ns()
-        wanted = [h[-1] for chunk, h in zip(chunks, hidden, strict=True) if chunk.needs_logits]
+        rows = zip(chunks, hidden, strict=True)
+        wanted = [word for chunk, h in rows for word in h[len(h) - chunk.logits :]]
         return StepOutput(self._logits(wanted), None if remote is None else LayerTimes(*times))
 
     def copy_slots(

@@ -10,12 +10,14 @@ tokens of a stop string included; neither is shown in the text. A stop beats a l
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Protocol
+from typing import Final, Protocol
 
 from microserving.engine.constraint import Constraint
 from microserving.errors import InvalidRequest
 from microserving.grammar import GrammarError, GrammarTokenizer
-from microserving.protocol.generation import FinishReason, GenerationChunk, StopParams
+from microserving.protocol.generation import FinishReason, GenerationChunk, StopParams, TokenLogprob
+
+_NONE: Final[frozenset[int]] = frozenset()
 
 
 class Detokenizer(Protocol):
@@ -82,7 +84,8 @@ def stop_ids(stop: StopParams, eos_token_ids: frozenset[int]) -> frozenset[int]:
 class OutputProcessor:
     """One request's output. ``max_output``: the tokens it may have at most (max_tokens, or what the context leaves).
 
-    cached_tokens: what its chunks tell (``GenerationChunk``); written by the owner when it is known. constraint: what the
+    cached_tokens, prompt_logprobs: what its chunks, or the next one, tell (``GenerationChunk``); written by the owner when
+    it is known. Stop strings are looked for in the text of the last of ``min_tokens`` and of all after it. constraint: what the
     output must match; it is told every token, and ends the output when nothing more can come.
     """
 
@@ -102,9 +105,12 @@ class OutputProcessor:
         self.constraint = constraint
         self._prompt_tokens = prompt_tokens
         self._max_output = max_output
+        self._min_tokens = stop.min_tokens
         self._unshown: list[int] = []
+        self._unshown_logprobs: list[TokenLogprob] = []
         self.completion_tokens = 0
         self.cached_tokens = 0
+        self.prompt_logprobs: tuple[TokenLogprob | None, ...] | None = None
 
     def resume(self, token_ids: Iterable[int]) -> GenerationChunk | None:
         """Take the tokens that another engine has given out, text included: what comes next is what came next there.
@@ -133,11 +139,27 @@ class OutputProcessor:
         held back of it, whoever resumes the output finds anew)."""
         return self._chunk("", "preempt")
 
-    def put(self, token_id: int) -> GenerationChunk | None:
+    @property
+    def room(self) -> int:
+        """How many tokens may come yet."""
+        return self._max_output - self.completion_tokens
+
+    @property
+    def forbidden(self) -> frozenset[int]:
+        """The ids that may not come next: those that end the output, while it has fewer than ``min_tokens``."""
+        return self._stop_ids if self.completion_tokens < self._min_tokens else _NONE
+
+    def nothing(self) -> GenerationChunk:
+        """The only chunk of an output that may have no token."""
+        return self._chunk("", "length")
+
+    def put(self, token_id: int, logprob: TokenLogprob | None = None) -> GenerationChunk | None:
         """Take the next token. None = nothing to show yet; a chunk with ``finish_reason`` is the last one.
 
         Raises GrammarError.
         """
+        if logprob is not None:
+            self._unshown_logprobs.append(logprob)
         return self._take(token_id, look=True)
 
     def _resumed(self, token_id: int) -> GenerationChunk | None:
@@ -152,7 +174,9 @@ class OutputProcessor:
         self.completion_tokens += 1
         if token_id in self._stop_ids:
             return self._last("", "stop")
-        text, stopped = self._matcher.put(self._detokenizer.put(token_id))
+        text, stopped = self._detokenizer.put(token_id), False
+        if self.completion_tokens >= self._min_tokens:
+            text, stopped = self._matcher.put(text)
         if stopped:
             return self._chunk(text, "stop")
         if self.constraint is not None:
@@ -172,6 +196,15 @@ class OutputProcessor:
 
     def _chunk(self, text: str, reason: FinishReason | None) -> GenerationChunk:
         token_ids, self._unshown = tuple(self._unshown), []
+        logprobs, self._unshown_logprobs = tuple(self._unshown_logprobs), []
+        prompt_logprobs, self.prompt_logprobs = self.prompt_logprobs, None
         return GenerationChunk(
-            text, token_ids, reason, self._prompt_tokens, self.completion_tokens, self.cached_tokens
+            text,
+            token_ids,
+            reason,
+            self._prompt_tokens,
+            self.completion_tokens,
+            self.cached_tokens,
+            logprobs,
+            prompt_logprobs,
         )

@@ -41,13 +41,13 @@ class RunnerChunk:
     """token_ids[i] stands at absolute position start + i; its K/V goes to the sequence's page (start + i) // page_size.
 
     pages: the sequence's page ids in order; covers at least start + len(token_ids) positions. K/V of the positions
-    below start is already there.
+    below start is already there. logits: so many of its last tokens have a row of logits.
     """
 
     token_ids: Sequence[int]
     start: int
     pages: Sequence[int]
-    needs_logits: bool
+    logits: int
     put: RemotePut | None = None
 
 
@@ -65,7 +65,7 @@ class LayerTimes:
 
 @dataclass(frozen=True, slots=True)
 class StepOutput:
-    """logits: float32 [number of chunks with needs_logits, vocab], in chunk order (the last token of each).
+    """logits: float32 [sum of the chunks' ``logits``, vocab], in order of chunks and positions.
 
     layer_times: present when a chunk had a put.
     """

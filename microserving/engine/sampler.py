@@ -8,7 +8,8 @@ The order, for each row:
  2. repetition_penalty over prompt and output (CTRL, arXiv:1909.05858: positive logits are divided, others multiplied),
     then frequency_penalty * count and presence_penalty * (count > 0) over the output (OpenAI's API reference);
  3. logit_bias is added (OpenAI);
- 4. what a grammar does not allow gets -inf, whatever it had;
+ 4. what a grammar does not allow gets -inf, whatever it had, and so do the ends of an output that is too short for one
+    (unless nothing else is left);
  5. temperature below 1e-5 (vLLM's ``_SAMPLING_EPS``): the highest logit; otherwise the logits are divided by it;
  6. top_k, top_p, min_p, each over what the one before left (the order of HF transformers' ``generate``);
  7. softmax in float64, inverse CDF over ascending token ids with one uniform number.
@@ -21,7 +22,7 @@ bits as a fraction. It needs no state, so a resumed generation goes on with the 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -39,12 +40,13 @@ Floats = npt.NDArray[np.float64]
 @dataclass(frozen=True, slots=True)
 class SamplingRow:
     """What one row is sampled for. tokens: prompt and output so far; the output begins at ``prompt_length``. allowed: the
-    ids that may come, bool [vocabulary]; None = all."""
+    ids that may come, bool [vocabulary]; None = all. forbidden: ids that may not, unless ``allowed`` has no others."""
 
     params: SamplingParams
     tokens: Sequence[int]
     prompt_length: int
     allowed: npt.NDArray[np.bool_] | None = None
+    forbidden: Collection[int] = ()
 
     @property
     def position(self) -> int:
@@ -75,16 +77,26 @@ def _sample_row(logits: npt.NDArray[np.float32], row: SamplingRow, best: int) ->
         return InternalError("the model's logits are not finite")
     params = row.params
     greedy = params.temperature < GREEDY_BELOW
-    if greedy and row.allowed is None and not _changes_logits(params):
+    allowed = _allowed(row, logits.size)
+    if greedy and allowed is None and not _changes_logits(params):
         return best
     changed = _with_bias(_with_penalties(logits.astype(np.float64), row), params)
-    if row.allowed is not None:
-        changed[~row.allowed] = -np.inf
+    if allowed is not None:
+        changed[~allowed] = -np.inf
         if not np.isfinite(changed.max()):
-            return InternalError("the model's logits leave nothing that the grammar allows")
+            return InternalError("the model's logits leave nothing that may come")
     if greedy:
         return int(np.argmax(changed))
     return _draw(changed / params.temperature, params, uniform(params.seed, row.position))
+
+
+def _allowed(row: SamplingRow, vocab_size: int) -> npt.NDArray[np.bool_] | None:
+    """bool [vocab_size]; None = all."""
+    if not row.forbidden:
+        return row.allowed
+    allowed = np.ones(vocab_size, np.bool_) if row.allowed is None else row.allowed.copy()
+    allowed[[token for token in row.forbidden if token < vocab_size]] = False
+    return allowed if allowed.any() else row.allowed
 
 
 def _changes_logits(params: SamplingParams) -> bool:

@@ -13,6 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from microserving.engine.jobs import SendDone, SendJob, StepTimes
+from microserving.engine.logprobs import Logits, PromptScores, token_logprob
 from microserving.engine.output import OutputProcessor
 from microserving.engine.runner import RemotePut, RemoteTarget, RunnerChunk
 from microserving.engine.sampler import SamplingRow
@@ -29,9 +30,9 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class SampledToken:
-    """A token and what the client is shown of it (None = nothing yet)."""
+    """A token (None: no output was wanted) and what the client is shown of it (None = nothing yet)."""
 
-    token_id: int
+    token_id: int | None
     chunk: GenerationChunk | None
 
 
@@ -39,7 +40,9 @@ class SampledToken:
 class Generation:
     """Lives until it has produced its last chunk, or is ended with an error.
 
-    gives_back: a preemption ends it (finish reason ``preempt``). last_token_at: when its last token was sampled here.
+    gives_back: a preemption ends it (finish reason ``preempt``). logprobs: with how many of the likeliest tokens each
+    output token comes, None = without log-probabilities. scores: of the prompt, when they are wanted. last_token_at: when
+    its last token was sampled here.
     """
 
     sequence: Sequence
@@ -47,6 +50,8 @@ class Generation:
     output: OutputProcessor
     notify: OnChunk
     gives_back: bool = False
+    logprobs: int | None = None
+    scores: PromptScores | None = None
     last_token_at: float | None = None
 
     @property
@@ -57,25 +62,56 @@ class Generation:
 
     def runner_chunk(self, chunk: Chunk) -> RunnerChunk:
         tokens = self.sequence.tokens[chunk.start : chunk.start + chunk.length]
-        return RunnerChunk(tokens, chunk.start, self.sequence.pages, needs_logits=chunk.last)
+        return RunnerChunk(tokens, chunk.start, self.sequence.pages, logits=self._rows(chunk))
+
+    def _rows(self, chunk: Chunk) -> int:
+        """How many of the chunk's last tokens need logits."""
+        end = chunk.start + chunk.length
+        first = end - 1 if chunk.last and self.output.room else end
+        if self.scores is not None:
+            first = min(first, self.scores.first_wanted(chunk.start, end))
+        return end - first
+
+    def score_prompt(self, logits: Logits, chunk: Chunk) -> None:
+        """logits: of the chunk's last tokens, as many as were wanted."""
+        if self.scores is not None:
+            self.scores.take(logits, chunk.start + chunk.length - len(logits))
 
     def sampling_row(self) -> SamplingRow:
         constraint = self.output.constraint
         allowed = None if constraint is None else constraint.allowed
-        return SamplingRow(self.sampling, self.sequence.tokens, self.sequence.prompt_length, allowed)
+        tokens, prompt_length = self.sequence.tokens, self.sequence.prompt_length
+        return SamplingRow(self.sampling, tokens, prompt_length, allowed, self.output.forbidden)
 
-    def take(self, token: int | InternalError) -> SampledToken | InternalError:
-        """Turn a sampled token into text. The wall: a fault in one request's text or grammar ends only that request."""
+    def take(self, token: int | InternalError, logits: Logits) -> SampledToken | InternalError:
+        """Turn a sampled token into text. logits: those that it was drawn from, [vocabulary]. The wall: a fault in one
+        request's text or grammar ends only that request."""
         if isinstance(token, InternalError):
             return token
-        self.output.cached_tokens = min(self.sequence.cached_tokens, self.sequence.prompt_length)
+        if (error := self._begin_output()) is not None:
+            return error
         try:
-            return SampledToken(token, self.output.put(token))
+            logprob = None if self.logprobs is None else token_logprob(logits, token, self.logprobs)
+            return SampledToken(token, self.output.put(token, logprob))
         except Exception:
             logger.exception("token %d of request %s cannot be taken", token, self.sequence.request_id)
             return InternalError(
                 "a token could not be turned into text, or what follows it is not to be found out"
             )
+
+    def end_of_prompt(self) -> SampledToken | InternalError:
+        """The prompt is computed, and no output is wanted."""
+        return self._begin_output() or SampledToken(None, self.output.nothing())
+
+    def _begin_output(self) -> InternalError | None:
+        """What is known of the prompt, for the next chunk. Returns what is wrong with it."""
+        output, sequence = self.output, self.sequence
+        output.cached_tokens = min(sequence.cached_tokens, sequence.prompt_length)
+        if self.scores is None:
+            return None
+        if (known := self.scores.tell()) is not None:
+            output.prompt_logprobs = known
+        return self.scores.error
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,7 +149,7 @@ class Send:
 
     def runner_chunk(self, chunk: Chunk) -> RunnerChunk:
         tokens = self.sequence.tokens[chunk.start : chunk.start + chunk.length]
-        return RunnerChunk(tokens, chunk.start, self.sequence.pages, needs_logits=False, put=self._put(chunk))
+        return RunnerChunk(tokens, chunk.start, self.sequence.pages, logits=0, put=self._put(chunk))
 
     def cached_put(self, chunk: Chunk, page_size: int) -> CachedPut | None:
         """What of the chunk was found in the cache and is not at the receiver yet."""

@@ -49,10 +49,17 @@ def check_generation(request: GenerationRequest, *, vocab_size: int, max_context
         raise InvalidRequest(
             "an output that must match something cannot go on behind its end", param="ignore_eos"
         )
+    max_output = _max_output(prompt_tokens, max_tokens, max_context)
+    if request.stop.min_tokens > max_output:
+        raise InvalidRequest(f"an output of min_tokens has no room in {max_output} tokens", param="min_tokens")
+    return max_output
+
+
+def _max_output(prompt_tokens: int, max_tokens: int | None, max_context: int) -> int:
     if max_tokens is None:
         return max_context - prompt_tokens
-    if max_tokens < 1:
-        raise InvalidRequest(f"max_tokens is {max_tokens}, at least 1 is needed", param="max_tokens")
+    if max_tokens < 0:
+        raise InvalidRequest(f"max_tokens is {max_tokens}, at least 0 is needed", param="max_tokens")
     if prompt_tokens + max_tokens > max_context:
         raise ContextLengthExceeded(
             f"the context holds {max_context} tokens: "

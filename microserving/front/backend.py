@@ -6,10 +6,12 @@ the router in front of it serve the same bytes.
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import AsyncIterator
 from dataclasses import dataclass, replace
 from typing import Protocol
 
+from microserving import __version__
 from microserving.errors import ModelNotFound
 from microserving.observability import escape_controls
 from microserving.protocol.generation import GenerationChunk, GenerationRequest
@@ -18,13 +20,20 @@ from microserving.tokenizer import Tokenizer
 
 @dataclass(frozen=True, slots=True)
 class ServedModel:
-    """A model as `/v1/models` shows it. max_context: prompt plus output tokens. aliases: further names of it."""
+    """A model as `/v1/models` shows it. max_context: prompt plus output tokens. aliases: further names of it. model_hash:
+    of its weights, "" = unknown."""
 
     id: str
     max_context: int
     created: int
     owned_by: str = "microserving"
     aliases: tuple[str, ...] = ()
+    model_hash: str = ""
+
+    @property
+    def fingerprint(self) -> str:
+        """OpenAI's `system_fingerprint`: changes with the model and with the build that serves it."""
+        return "fp_" + hashlib.sha256(f"{self.model_hash} {__version__}".encode()).hexdigest()[:12]
 
     def named(self, name: str | None) -> ServedModel:
         """The model under the name that it was asked for. Raises ModelNotFound when that is none of its names."""

@@ -12,12 +12,15 @@ import secrets
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence
 from contextlib import aclosing
+from typing import Final
 
 from microserving.errors import ContextLengthExceeded, DeadlineExceeded, InternalError, InvalidRequest
 from microserving.front.backend import Backend
 from microserving.protocol.generation import GenerationChunk, GenerationRequest, Grammar
 from microserving.protocol.openai import UINT64_MAX, GenerationFields
 
+MAX_SCORES: Final = 2**22
+"""Log-probabilities in one answer: about 0.5 GB."""
 IndexedChunk = tuple[int, GenerationChunk]
 _GOLDEN = 0x9E3779B97F4A7C15
 
@@ -77,6 +80,18 @@ def grammar_of(fields: GenerationFields) -> Grammar | None:
     return None if bound is None else bound[0]
 
 
+def check_logprobs(fields: GenerationFields, prompts: Sequence[Sequence[int]], limits: Sequence[int]) -> None:
+    """Raises InvalidRequest when the answer would hold too many log-probabilities. A stream does not hold the output's."""
+    scores = 0 if fields.scored_prompt is None else (fields.scored_prompt + 1) * sum(map(len, prompts))
+    if fields.output_logprobs is not None and not fields.stream:
+        scores += (fields.output_logprobs + 1) * sum(limits)
+    if scores * fields.candidates > MAX_SCORES:
+        raise InvalidRequest(
+            "so many log-probabilities are too much for one answer: ask for fewer tokens, choices or logprobs",
+            param="logprobs" if fields.output_logprobs is not None else "prompt_logprobs",
+        )
+
+
 def plan_generations(
     fields: GenerationFields,
     prompts: Sequence[Sequence[int]],
@@ -86,10 +101,11 @@ def plan_generations(
     timeout_s: float | None = None,
     grammar: Grammar | None = None,
 ) -> list[GenerationRequest]:
-    """One generation per choice, in index order. limits: the resolved max_tokens of each prompt. headers: for router
-    programs. timeout_s: from now. grammar: that every choice must match."""
+    """One generation per candidate, in index order. limits: the resolved max_tokens of each prompt. headers: for router
+    programs. timeout_s: from now. grammar: that every choice must match. Raises InvalidRequest."""
+    check_logprobs(fields, prompts, limits)
     seed = pick_seed(fields.seed)
-    choices = [(i, j) for i in range(len(prompts)) for j in range(fields.n)]
+    choices = [(i, j) for i in range(len(prompts)) for j in range(fields.candidates)]
     return [
         GenerationRequest(
             request_id=request_id if len(choices) == 1 else f"{request_id}-{index}",
@@ -102,6 +118,8 @@ def plan_generations(
             metadata=fields.metadata,
             headers=headers or {},
             grammar=grammar,
+            logprobs=fields.output_logprobs,
+            prompt_logprobs=fields.scored_prompt,
         )
         for index, (i, j) in enumerate(choices)
     ]

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Awaitable, Callable, Sequence
+from functools import partial
 from typing import Any, TypeVar
 
 from microserving.errors import InvalidRequest, NoEngine
@@ -36,6 +37,7 @@ from microserving.protocol.body import (
     validate,
 )
 from microserving.protocol.generation import GenerationChunk, GenerationRequest, Grammar
+from microserving.protocol.logprobs import mean_logprob
 from microserving.protocol.openai import (
     DEFAULT_COMPLETION_TOKENS,
     CompletionRequest,
@@ -45,6 +47,7 @@ from microserving.protocol.openai import (
 from microserving.protocol.responses import (
     AnswerShape,
     CompletionShape,
+    EchoedPrompt,
     FinishedChoice,
     Usage,
 )
@@ -115,7 +118,13 @@ class OpenAIFront:
             )
             for prompt in prompts
         ]
-        await self.answer(exchange, CompletionShape, fields, model, prompts, limits)
+        shape = partial(
+            CompletionShape,
+            echo=await _echoed(fields, prompts, tokenizer),
+            choices_per_prompt=fields.n,
+            prompt_logprobs=fields.prompt_logprobs,
+        )
+        await self.answer(exchange, shape, fields, model, prompts, limits)
 
     async def answer(
         self,
@@ -139,10 +148,16 @@ class OpenAIFront:
             model=model.id,
             include_usage=fields.include_usage,
             token_ids=fields.return_token_ids,
+            fingerprint=model.fingerprint,
+            logprobs=fields.shown_logprobs,
+            texts=self._backend.tokenizer,
         )
-        usage = Usage(sum(map(len, prompts)), fields.n)
-        answer = stream_answer if fields.stream else whole_answer
-        await answer(exchange, self._backend, requests, shape, usage, self.settings.max_concurrent_choices)
+        usage = Usage(sum(map(len, prompts)), fields.candidates)
+        concurrency = self.settings.max_concurrent_choices
+        if fields.stream:
+            await stream_answer(exchange, self._backend, requests, shape, usage, concurrency)
+        else:
+            await whole_answer(exchange, self._backend, requests, shape, usage, concurrency, fields.n)
 
     async def _checked_grammar(self, fields: GenerationFields, grammar: Grammar | None) -> Grammar | None:
         """What binds the choices; it can be compiled. Raises InvalidRequest, Overloaded."""
@@ -225,8 +240,9 @@ async def whole_answer(
     shape: AnswerShape,
     usage: Usage,
     concurrency: int,
+    n: int = 1,
 ) -> None:
-    """Collect all ``requests``, then answer once."""
+    """Collect all ``requests``, then answer once, with the best ``n`` of the candidates of each prompt."""
     pieces: list[list[GenerationChunk]] = [[] for _ in requests]
     if len(requests) == 1:
         order, chunks = ChunkOrder(requests[0]), backend.generate(requests[0])
@@ -243,7 +259,8 @@ async def whole_answer(
                 pieces[index].append(chunk)
     for index, of_choice in enumerate(pieces):
         usage.count(index, of_choice[-1])
-    await exchange.reply(shape.answer([_joined(of_choice) for of_choice in pieces], usage))
+    choices = [_joined(of_choice) for of_choice in pieces]
+    await exchange.reply(shape.answer(_best(choices, usage.choices, n), usage))
 
 
 def _token_ids(prompt: Prompt, tokenizer: Tokenizer, max_context: int) -> list[int]:
@@ -255,15 +272,50 @@ def _token_ids(prompt: Prompt, tokenizer: Tokenizer, max_context: int) -> list[i
     return ids
 
 
+async def _echoed(
+    fields: CompletionRequest, prompts: Sequence[Sequence[int]], tokenizer: Tokenizer
+) -> list[EchoedPrompt]:
+    """The prompts as choices begin with them: as they were given, or what their ids stand for. None without `echo`."""
+    if not fields.echo:
+        return []
+
+    def texts() -> list[str]:
+        pairs = zip(fields.prompt, prompts, strict=True)
+        return [
+            given if isinstance(given, str) else tokenizer.decode(ids, skip_special_tokens=False)
+            for given, ids in pairs
+        ]
+
+    shown = await off_loop(sum(map(len, prompts)), texts)
+    return [EchoedPrompt(text, ids) for text, ids in zip(shown, prompts, strict=True)]
+
+
+def _best(choices: Sequence[FinishedChoice], candidates: int, n: int) -> list[FinishedChoice]:
+    """Of the ``candidates`` of each prompt the ``n`` with the highest log-probability per token, best first (OpenAI);
+    all of them, in order, when no more than n were generated."""
+    if candidates <= n:
+        return list(choices)
+    groups = [choices[begin : begin + candidates] for begin in range(0, len(choices), candidates)]
+    return [
+        choice
+        for group in groups
+        for choice in sorted(group, key=lambda choice: mean_logprob(choice.logprobs), reverse=True)[:n]
+    ]
+
+
 def _joined(chunks: Sequence[GenerationChunk]) -> FinishedChoice:
     last = chunks[-1]
     assert last.finish_reason is not None  # ChunkOrder holds the backend to it
     if len(chunks) == 1:
-        return FinishedChoice(last.text, last.token_ids, last.finish_reason)
+        return FinishedChoice(
+            last.text, last.token_ids, last.finish_reason, last.logprobs, last.prompt_logprobs
+        )
     return FinishedChoice(
         text="".join(chunk.text for chunk in chunks),
         token_ids=tuple(token for chunk in chunks for token in chunk.token_ids),
         finish_reason=last.finish_reason,
+        logprobs=tuple(token for chunk in chunks for token in chunk.logprobs),
+        prompt_logprobs=chunks[0].prompt_logprobs,
     )
 
 

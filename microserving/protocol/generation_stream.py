@@ -5,13 +5,14 @@ Read with msgspec, because a router reads one event for every token of every cli
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Final
 
 import msgspec
 
 from microserving.errors import EngineUnavailable, MicroservingError, error_from_body
-from microserving.protocol.generation import FinishReason, GenerationChunk
+from microserving.protocol.generation import FinishReason, GenerationChunk, TokenLogprob
+from microserving.protocol.logprobs import WireLogprob, from_wire
 from microserving.protocol.sse import DONE_DATA
 
 _FINISH_REASONS: Final[dict[str, FinishReason]] = {
@@ -26,6 +27,8 @@ class _Choice(msgspec.Struct):
     text: str | None = None
     finish_reason: str | None = None
     token_ids: tuple[int, ...] | None = None
+    token_logprobs: list[WireLogprob] | None = None
+    prompt_token_logprobs: list[WireLogprob | None] | None = None
 
 
 class _PromptDetails(msgspec.Struct):
@@ -100,6 +103,8 @@ class GenerationStreamReader:
             None if reason is None else _finish_reason(reason),
             self.prompt_tokens,
             self.resumed_tokens + self._received_tokens,
+            logprobs=tuple(map(from_wire, choice.token_logprobs or ())),
+            prompt_logprobs=_scores(choice.prompt_token_logprobs),
         )
         if self._finished:
             raise EngineUnavailable("the engine went on after the finish reason")
@@ -133,13 +138,15 @@ def _finish_reason(value: str) -> FinishReason:
     return known
 
 
+def _scores(tokens: list[WireLogprob | None] | None) -> tuple[TokenLogprob | None, ...] | None:
+    return None if tokens is None else tuple(None if token is None else from_wire(token) for token in tokens)
+
+
 def _with_usage(chunk: GenerationChunk, usage: _Usage) -> GenerationChunk:
     details = usage.prompt_tokens_details
-    return GenerationChunk(
-        chunk.text,
-        chunk.token_ids,
-        chunk.finish_reason,
-        usage.prompt_tokens or 0,
-        usage.completion_tokens or 0,
-        0 if details is None else details.cached_tokens or 0,
+    return replace(
+        chunk,
+        prompt_tokens=usage.prompt_tokens or 0,
+        completion_tokens=usage.completion_tokens or 0,
+        cached_tokens=0 if details is None else details.cached_tokens or 0,
     )

@@ -47,14 +47,16 @@ def _resumed(value: Any) -> tuple[int, ...]:
 class VerbRequest(CompletionRequest):
     """A completion body with exactly one prompt and one choice.
 
-    resume_output_ids, preemption: of `start_generate`; the other verbs have nothing to do with the output and take them
-    without effect, so that a caller may send one and the same body to all.
+    resume_output_ids, preemption, return_logprob_ids (log-probabilities come with ids instead of OpenAI's texts): of
+    `start_generate`; the other verbs have nothing to do with the output and take them without effect, so that a caller
+    may send one and the same body to all.
     """
 
     resume_output_ids: Annotated[
         tuple[int, ...], PlainValidator(_resumed, json_schema_input_type=list[int])
     ] = ()
     preemption: Preemption = "recompute"
+    return_logprob_ids: bool = False
     grammar: WireGrammar = None
 
     @field_validator("n")
@@ -63,6 +65,20 @@ class VerbRequest(CompletionRequest):
         if n != 1:
             raise invalid("must be 1 here")
         return n
+
+    @field_validator("best_of")
+    @classmethod
+    def _one_candidate(cls, best_of: int | None) -> int | None:
+        if best_of not in (None, 1):
+            raise invalid("must be 1 here")
+        return best_of
+
+    @field_validator("echo")
+    @classmethod
+    def _no_echo(cls, echo: bool) -> bool:
+        if echo:
+            raise invalid("must be false here")
+        return echo
 
     @field_validator("prompt")
     @classmethod
@@ -232,6 +248,8 @@ class TokenizerDocument(WireModel):
     suffix_ids: list[int]
     special_tokens: dict[str, str]
     chat_template: str | None = None
+    tool_call_format: str | None = None
+    reasoning_format: str | None = None
 
 
 def remote_send_body(result: RemoteSendResult, *, include_layer_times: bool) -> dict[str, Any]:
@@ -252,6 +270,7 @@ def completion_body(request: GenerationRequest, *, model: str | None) -> dict[st
         "resume_output_ids": list(request.resume_output_ids),
         "preemption": None if request.preemption == "recompute" else request.preemption,
         "grammar": wire_grammar(request.grammar),
+        "min_tokens": stop.min_tokens,
     }
     return {
         "model": model,
@@ -271,7 +290,19 @@ def completion_body(request: GenerationRequest, *, model: str | None) -> dict[st
         "stop_token_ids": list(stop.stop_token_ids),
         "ignore_eos": stop.ignore_eos,
         **{name: value for name, value in ours.items() if value},
+        **_logprob_fields(request),
     }
+
+
+def _logprob_fields(request: GenerationRequest) -> dict[str, Any]:
+    fields: dict[str, Any] = {}
+    if request.logprobs is not None:
+        fields["logprobs"] = request.logprobs
+    if request.prompt_logprobs is not None:
+        fields["prompt_logprobs"] = request.prompt_logprobs
+    if fields:
+        fields["return_logprob_ids"] = True
+    return fields
 
 
 def stream_fields() -> dict[str, Any]:

@@ -3,8 +3,8 @@
 Owns names, types, ranges and defaults of the fields, and their mapping to ``SamplingParams`` and ``StopParams``. It
 does not know the model: limits that depend on it (context, vocabulary) are checked by ``front``.
 
-Limits beyond OpenAI's own: see the constants. Fields of OpenAI that we cannot honour yet (logprobs, echo, suffix,
-best_of > 1, tools) are refused when set to something, never ignored.
+Limits beyond OpenAI's own: see the constants. Fields of OpenAI that we cannot honour are refused when set to something,
+never ignored.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from pydantic import BeforeValidator, Field, PlainValidator, ValidationInfo, fie
 
 from microserving.protocol.body import WireModel, invalid
 from microserving.protocol.generation import SamplingParams, StopParams
+from microserving.protocol.logprobs import MAX_LOGPROBS
 from microserving.protocol.structured import StructuredFields
 
 INT32_MAX: Final = 2**31 - 1
@@ -133,10 +134,15 @@ def _unsupported(value: Any) -> Any:
     return value
 
 
-def _best_of(value: Any) -> Any:
-    if type(value) is not int or value != 1:
-        raise invalid("only best_of 1 is supported")
-    return value
+def _off(value: Any) -> Any:
+    """MLC has a switch where OpenAI has a number."""
+    return None if value is False else value
+
+
+def _suffix(value: Any) -> Any:
+    if value not in (None, ""):
+        raise invalid("is not supported: the model does not fill in text before a suffix")
+    return None
 
 
 Unsupported = Annotated[Any, PlainValidator(_unsupported, json_schema_input_type=Literal[False] | None)]
@@ -151,7 +157,8 @@ class GenerationFields(StructuredFields):
 
     model: Annotated[str, Field(min_length=1, max_length=MAX_NAME_CHARS)] | None = None
     n: int = Field(1, ge=1, le=MAX_CHOICES_PER_PROMPT)
-    max_tokens: int | None = Field(None, ge=1, le=INT32_MAX)
+    max_tokens: int | None = Field(None, ge=0, le=INT32_MAX)
+    min_tokens: int = Field(0, ge=0, le=INT32_MAX)
     temperature: float = Field(1.0, ge=0, le=2)
     top_p: float = Field(1.0, ge=0, le=1)
     top_k: int = Field(0, ge=-1, le=INT32_MAX)
@@ -209,17 +216,40 @@ class GenerationFields(StructuredFields):
             stop=tuple(self.stop),
             stop_token_ids=tuple(self.stop_token_ids),
             ignore_eos=self.ignore_eos,
+            min_tokens=self.min_tokens,
         )
+
+    @property
+    def candidates(self) -> int:
+        """Generations for each prompt; of more than `n` the best are answered with."""
+        return self.n
+
+    @property
+    def shown_logprobs(self) -> int | None:
+        """With how many of the likeliest tokens each output token is shown; None = no log-probabilities."""
+        return None
+
+    @property
+    def output_logprobs(self) -> int | None:
+        """The same for what is generated: candidates are compared by their tokens' log-probabilities."""
+        shown = self.shown_logprobs
+        return 0 if shown is None and self.candidates > self.n else shown
+
+    @property
+    def scored_prompt(self) -> int | None:
+        """The same for the tokens of the prompt."""
+        return None
 
 
 class CompletionRequest(GenerationFields):
     """`/v1/completions`. ``prompt``: at least one prompt, each a non-empty text or its token ids."""
 
     prompt: Annotated[list[Prompt], PlainValidator(_prompts, json_schema_input_type=PromptInput)]
-    best_of: Annotated[Any, PlainValidator(_best_of, json_schema_input_type=Literal[1])] = None
-    echo: Unsupported = None
-    logprobs: Unsupported = None
-    suffix: Unsupported = None
+    best_of: int | None = Field(None, ge=1, le=MAX_CHOICES_PER_PROMPT)
+    echo: bool = False
+    logprobs: Annotated[int | None, BeforeValidator(_off)] = Field(None, ge=0, le=MAX_LOGPROBS)
+    prompt_logprobs: Annotated[int | None, BeforeValidator(_off)] = Field(None, ge=0, le=MAX_LOGPROBS)
+    suffix: Annotated[Any, PlainValidator(_suffix, json_schema_input_type=Literal[""] | None)] = None
     debug_config: Any = None
     """MLC's; accepted and without effect."""
 
@@ -229,3 +259,30 @@ class CompletionRequest(GenerationFields):
         if info.data.get("n", 1) * len(prompts) > MAX_CHOICES:
             raise invalid(f"n times the number of prompts must not exceed {MAX_CHOICES}")
         return prompts
+
+    @field_validator("best_of")
+    @classmethod
+    def _enough_candidates(cls, best_of: int | None, info: ValidationInfo) -> int | None:
+        n = info.data.get("n", 1)
+        if best_of is None or best_of == n:
+            return best_of
+        if best_of < n:
+            raise invalid("must not be below n")
+        if info.data.get("stream"):
+            raise invalid("cannot be above n in a stream: which choices are the best is known at the end")
+        if best_of * len(info.data.get("prompt", ())) > MAX_CHOICES:
+            raise invalid(f"best_of times the number of prompts must not exceed {MAX_CHOICES}")
+        return best_of
+
+    @property
+    def candidates(self) -> int:
+        return self.best_of or self.n
+
+    @property
+    def shown_logprobs(self) -> int | None:
+        return self.logprobs
+
+    @property
+    def scored_prompt(self) -> int | None:
+        wanted = [self.prompt_logprobs, self.logprobs if self.echo else None]
+        return max((count for count in wanted if count is not None), default=None)

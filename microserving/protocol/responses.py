@@ -16,11 +16,18 @@ from typing import Any, ClassVar, Final, Literal
 import msgspec
 from pydantic import BaseModel
 
-from microserving.protocol.generation import FinishReason, GenerationChunk
+from microserving.protocol.generation import FinishReason, GenerationChunk, TokenLogprob
+from microserving.protocol.logprobs import (
+    CompletionLogprobs,
+    TokenTexts,
+    joined_arrays,
+    prompt_logprobs,
+    to_wire,
+)
 
 _ENCODER: Final = json.JSONEncoder(ensure_ascii=False, allow_nan=False, separators=(",", ":"))
 _encode: Final = msgspec.json.encode
-"""For what holds no float: it would write null for NaN."""
+"""For what holds no float that is not finite: it would write null."""
 
 
 def dump(value: Any) -> bytes:
@@ -63,12 +70,16 @@ class FinishedChoice:
     text: str
     token_ids: tuple[int, ...]
     finish_reason: FinishReason
+    logprobs: tuple[TokenLogprob, ...] = ()
+    prompt_logprobs: tuple[TokenLogprob | None, ...] | None = None
 
 
 class AnswerShape(ABC):
     """One request's answers: its id, creation time and model name are constant over all of its chunks.
 
-    model: as the request named it. token_ids: whether choices carry `token_ids` (`return_token_ids`).
+    model: as the request named it. fingerprint: `system_fingerprint`, "" = none. token_ids: whether choices carry
+    `token_ids` (`return_token_ids`). logprobs: with how many of the likeliest tokens each token is shown, None = no
+    log-probabilities. texts: what tokens stand for, needed when log-probabilities are shown.
     """
 
     id_prefix: ClassVar[str]
@@ -78,14 +89,29 @@ class AnswerShape(ABC):
     """What is before and behind a text in a choice of a stream."""
 
     def __init__(
-        self, *, request_id: str, created: int, model: str, include_usage: bool, token_ids: bool
+        self,
+        *,
+        request_id: str,
+        created: int,
+        model: str,
+        include_usage: bool,
+        token_ids: bool,
+        fingerprint: str = "",
+        logprobs: int | None = None,
+        texts: TokenTexts | None = None,
     ) -> None:
         self._constants: dict[str, Any] = {
             "id": f"{self.id_prefix}-{request_id}",
             "created": created,
             "model": model,
         }
+        if fingerprint:
+            self._constants["system_fingerprint"] = fingerprint
         self._token_ids = token_ids
+        self._logprobs = logprobs
+        self._texts = texts
+        self._only_text = not token_ids and logprobs is None
+        """Whether a piece in the middle of a choice shows nothing but text."""
         self._include_usage = include_usage
         self._around: dict[int, tuple[bytes, bytes]] = {}
         self._tail = b',"usage":null}' if include_usage else b"}"
@@ -105,7 +131,7 @@ class AnswerShape(ABC):
     def next_event(self, index: int, chunk: GenerationChunk) -> bytes | None:
         """The event of a piece in the middle of choice ``index``, as it nearly always is; None when it is another one,
         which needs ``chunks``."""
-        if not chunk.text or chunk.finish_reason is not None or self._token_ids:
+        if not chunk.text or chunk.finish_reason is not None or not self._only_text:
             return None
         parts = self._around.get(index)
         if parts is None:
@@ -144,7 +170,8 @@ class AnswerShape(ABC):
         """The `choices` entry of an answer that is not streamed."""
 
     def _shows(self, chunk: GenerationChunk) -> bool:
-        return bool(chunk.text) or (self._token_ids and bool(chunk.token_ids))
+        told = self._token_ids or self._logprobs is not None
+        return bool(chunk.text) or (told and bool(chunk.token_ids))
 
     def _with_ids(self, choice: dict[str, Any], token_ids: tuple[int, ...]) -> dict[str, Any]:
         if self._token_ids:
@@ -152,22 +179,95 @@ class AnswerShape(ABC):
         return choice
 
 
+@dataclass(frozen=True, slots=True)
+class EchoedPrompt:
+    """A prompt that its choices begin with."""
+
+    text: str
+    token_ids: Sequence[int]
+
+
 class CompletionShape(AnswerShape):
-    """`text_completion`, whole and streamed."""
+    """`text_completion`, whole and streamed.
+
+    echo: the prompts that choices begin with (`echo`), each of ``choices_per_prompt``; none = they do not.
+    prompt_logprobs: vLLM's field, with so many of the likeliest tokens; on a stream's first chunk of each choice.
+    """
 
     id_prefix = "cmpl"
     _object = _chunk_object = "text_completion"
     _around_text = (b'"text":', b"")
 
-    def _choices(self, index: int, chunk: GenerationChunk, first: bool) -> list[dict[str, Any]]:  # noqa: ARG002 - a chat needs it
+    def __init__(
+        self,
+        *,
+        echo: Sequence[EchoedPrompt] = (),
+        choices_per_prompt: int = 1,
+        prompt_logprobs: int | None = None,
+        **head: Any,
+    ) -> None:
+        super().__init__(**head)
+        self._echo = echo
+        self._choices_per_prompt = choices_per_prompt
+        self._prompt_logprobs = prompt_logprobs
+        self._arrays: dict[int, CompletionLogprobs] = {}
+
+    def _choices(self, index: int, chunk: GenerationChunk, first: bool) -> list[dict[str, Any]]:
         if not self._shows(chunk) and chunk.finish_reason is None:
             return []
-        choice = {"index": index, "text": chunk.text, "logprobs": None, "finish_reason": chunk.finish_reason}
-        return [self._with_ids(choice, chunk.token_ids)]
+        return [self._entry(index, chunk, first)]
 
     def _whole_choice(self, index: int, choice: FinishedChoice) -> dict[str, Any]:
-        shown = {"index": index, "text": choice.text, "logprobs": None, "finish_reason": choice.finish_reason}
-        return self._with_ids(shown, choice.token_ids)
+        return self._entry(index, choice, first=True)
+
+    def _entry(self, index: int, piece: GenerationChunk | FinishedChoice, first: bool) -> dict[str, Any]:
+        """first: of the choice."""
+        echo = self._echo[index // self._choices_per_prompt] if first and self._echo else None
+        text = piece.text if echo is None else echo.text + piece.text
+        choice = {"index": index, "text": text, "logprobs": None, "finish_reason": piece.finish_reason}
+        self._add_logprobs(choice, index, piece, echo)
+        return self._with_ids(choice, piece.token_ids)
+
+    def _add_logprobs(
+        self,
+        choice: dict[str, Any],
+        index: int,
+        piece: GenerationChunk | FinishedChoice,
+        echo: EchoedPrompt | None,
+    ) -> None:
+        if self._texts is None:
+            return
+        if self._prompt_logprobs is not None and piece.prompt_logprobs is not None:
+            shown = prompt_logprobs(piece.prompt_logprobs, self._prompt_logprobs, self._texts.token_bytes)
+            choice["prompt_logprobs"] = shown
+        if self._logprobs is None:
+            return
+        arrays = self._arrays.get(index)
+        if arrays is None:
+            start = 0 if echo is None else len(echo.text)
+            arrays = self._arrays[index] = CompletionLogprobs(self._logprobs, self._texts, start)
+        choice["logprobs"] = arrays.piece(piece.logprobs)
+        if echo is not None and piece.prompt_logprobs is not None:
+            before = arrays.echo(echo.text, echo.token_ids, piece.prompt_logprobs)
+            choice["logprobs"] = joined_arrays([before, choice["logprobs"]])
+
+
+class VerbShape(CompletionShape):
+    """The answer of `start_generate` to a router: log-probabilities with ids (`token_logprobs`, `prompt_token_logprobs`)
+    in place of OpenAI's shape, whose texts are ambiguous."""
+
+    def _add_logprobs(
+        self,
+        choice: dict[str, Any],
+        index: int,  # noqa: ARG002 - OpenAI's shape needs it
+        piece: GenerationChunk | FinishedChoice,
+        echo: EchoedPrompt | None,  # noqa: ARG002 - likewise
+    ) -> None:
+        if self._logprobs is not None:
+            choice["token_logprobs"] = list(map(to_wire, piece.logprobs))
+        if piece.prompt_logprobs is not None:
+            scores = piece.prompt_logprobs
+            choice["prompt_token_logprobs"] = [None if token is None else to_wire(token) for token in scores]
 
 
 class ModelCard(BaseModel):

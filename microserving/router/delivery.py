@@ -74,6 +74,7 @@ class Delivery:
             chunk,
             text=text,
             token_ids=chunk.token_ids[:room],
+            logprobs=chunk.logprobs[:room],
             finish_reason="length",
             completion_tokens=limit,
         )

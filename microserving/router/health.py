@@ -189,7 +189,13 @@ class HealthMonitor:
             names = [info.model, *info.aliases]
             own = names[0] if self._served_model is None else self._served_model
             aliases = tuple(name for name in names if name != own)
-            self.model = ServedModel(own, max_context=smallest, created=info.created, aliases=aliases)
+            self.model = ServedModel(
+                own,
+                max_context=smallest,
+                created=info.created,
+                aliases=aliases,
+                model_hash=info.model_hash,
+            )
 
     async def _tokenizer_of(self, peer: Peer) -> Tokenizer:
         if not peer.client.verbs_only:

@@ -39,6 +39,9 @@ _UNKNOWN: Final[Mapping[str, object]] = {
     "min_p": 0.0,
     "repetition_penalty": 1.0,
     "stop_token_ids": [],
+    "min_tokens": 0,
+    "logprobs": None,
+    "prompt_logprobs": None,
 }
 """Fields that it has not, and the values at which they do nothing."""
 _INT31 = 2**31 - 1
@@ -54,6 +57,8 @@ def mlc_body(body: Mapping[str, Any], request: Request) -> dict[str, Any]:
     for name, neutral in _UNKNOWN.items():
         if body.get(name, neutral) != neutral:
             raise InvalidRequest(f"the engines of this server do not know {name}", param=name)
+    if request.stop.max_tokens == 0:
+        raise InvalidRequest("the engines of this server generate at least one token", param="max_tokens")
     fields = {name: body[name] for name in _SAME if body.get(name) not in (None, [], {})}
     if request.grammar is not None:
         fields["response_format"] = _response_format(request.grammar)

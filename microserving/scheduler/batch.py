@@ -123,7 +123,7 @@ class BatchBuilder:
         grant = self._pool.open(
             sequence,
             PageState.RUNNING,
-            sequence.tokens[:wanted],
+            sequence.tokens[:wanted] if sequence.shares_prefix else (),
             tokens,
             shared_limit=wanted,
             spare=self.spare(idle=not self.running),
@@ -131,7 +131,8 @@ class BatchBuilder:
         if grant is not None and not sequence.started:
             sequence.started = True
             sequence.cached_tokens = grant.matched
-            self._pool.cache.count(wanted, grant.matched)
+            if sequence.shares_prefix:
+                self._pool.cache.count(wanted, grant.matched)
         return grant
 
     def _grow_received(self, sequence: Sequence) -> Grant | None:
@@ -158,7 +159,8 @@ class BatchBuilder:
     def _preempt(self, sequence: Sequence) -> None:
         sequence.computed_before = max(sequence.computed_before, sequence.computed)
         retire(self._pool, sequence)
-        sequence.expected_cached = sequence.computed if self._pool.cache.enabled else 0
+        finds_again = sequence.shares_prefix and self._pool.cache.enabled
+        sequence.expected_cached = sequence.computed if finds_again else 0
         sequence.computed = 0
         sequence.state = SequenceState.WAITING
         self.preemptions += 1

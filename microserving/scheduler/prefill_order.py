@@ -46,6 +46,8 @@ class PrefillBudget:
         """The next chunk of an accepted sequence that has its pages."""
         remaining = sequence.remaining
         length = min(self._left, remaining) if self._chunked else remaining
+        if sequence.chunk_limit is not None:
+            length = min(length, sequence.chunk_limit)
         self._left -= length
         self._used = self._used or length > 0
         if sequence.kind is SequenceKind.SEND:

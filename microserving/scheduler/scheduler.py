@@ -62,7 +62,8 @@ class Scheduler:
         """Queue a new sequence. Raises RequestConflict (live id), Overloaded (queue full)."""
         self._require_new(sequence)
         self._require_room()
-        sequence.expected_cached = self.match_prefix(sequence.salt, sequence.tokens)
+        if sequence.shares_prefix:
+            sequence.expected_cached = self.match_prefix(sequence.salt, sequence.tokens)
         self._admit(sequence)
 
     def add_received(self, sequence: Sequence) -> None:
@@ -79,6 +80,15 @@ class Scheduler:
             self._receive(sequence, lease)
         else:  # nothing was wanted of the sender: it starts like any other
             self._pool.release(sequence)
+        self._admit(sequence)
+
+    def add_instead(self, sequence: Sequence) -> None:
+        """Queue a generation that has no use for what was received for it: its lease, if it has one, ends. Raises
+        RequestConflict, Overloaded; then nothing was changed."""
+        self._require_new(sequence)
+        if sequence.request_id not in self._leases:
+            self._require_room()
+        self.abort_reservation(sequence.request_id, "not wanted")
         self._admit(sequence)
 
     def _receive(self, sequence: Sequence, lease: LeasedPages) -> None:

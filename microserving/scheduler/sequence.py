@@ -36,6 +36,7 @@ class Sequence:
 
     # The maker. ``tokens``: the prompt (of a send, its computed part), then the output as it comes. A generation that is
     # resumed begins with some output already: then ``prompt_length`` is given. deadline: by the clock of ``arrival``.
+    # shares_prefix: False = it computes every token itself. chunk_limit: the most tokens of it in one step's prefill.
     request_id: str
     kind: SequenceKind
     tokens: list[int]
@@ -44,6 +45,8 @@ class Sequence:
     salt: str = ""
     deadline: float | None = None
     prompt_length: int = -1  # -1: all of ``tokens``
+    shares_prefix: bool = True
+    chunk_limit: int | None = None
 
     # The scheduler.
     number: int = -1  # order of arrival, unique

@@ -18,7 +18,11 @@ class EngineBackend:
         self._begin = begin
         info = services.info
         self._model = ServedModel(
-            id=info.model, max_context=info.max_context, created=info.created, aliases=tuple(info.aliases)
+            id=info.model,
+            max_context=info.max_context,
+            created=info.created,
+            aliases=tuple(info.aliases),
+            model_hash=info.model_hash,
         )
         self._tokenizer = services.tokenizer
 

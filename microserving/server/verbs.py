@@ -12,7 +12,13 @@ from typing import TypeVar
 from microserving.errors import InvalidRequest
 from microserving.front import Exchange, FrontSettings, HotRoute, parse_request, tokenize
 from microserving.front.deadline import before_deadline, remaining_s
-from microserving.front.generations import check_vocabulary, grammar_of, pick_seed, resolve_max_tokens
+from microserving.front.generations import (
+    check_logprobs,
+    check_vocabulary,
+    grammar_of,
+    pick_seed,
+    resolve_max_tokens,
+)
 from microserving.front.openai_api import stream_answer, whole_answer
 from microserving.protocol.generation import GenerationRequest
 from microserving.protocol.microserving import (
@@ -32,7 +38,7 @@ from microserving.protocol.microserving import (
     resolve_index,
 )
 from microserving.protocol.openai import DEFAULT_COMPLETION_TOKENS
-from microserving.protocol.responses import CompletionShape, Usage
+from microserving.protocol.responses import CompletionShape, Usage, VerbShape
 from microserving.server.backend import EngineBackend
 from microserving.server.services import EngineServices
 
@@ -80,15 +86,18 @@ class Verbs:
         fields = self._parse(exchange, PrepRecvRequest)
         prompt = await self._prompt(fields)
         end = resolve_index(fields.end, len(prompt), param="end")
+        received = end if fields.scored_prompt is None else 0  # else it will be computed here, for its logits
         request_id = fields.given_id or exchange.request_id
         services = self._services
         async with before_deadline(remaining_s(exchange, fields.timeout)):
-            reservation = await services.engine.prep_recv(request_id, tuple(prompt), end, fields.cache_salt)
+            reservation = await services.engine.prep_recv(
+                request_id, tuple(prompt), received, fields.cache_salt
+            )
         try:
             await exchange.reply_json(
                 {
                     "kv_append_metadata": services.receiver.descriptor(reservation),
-                    "prefix_matched_length": reservation.prefix_matched_length,
+                    "prefix_matched_length": end - received + reservation.prefix_matched_length,
                     "prompt_length": reservation.prompt_length,
                     "request_id": request_id,
                     "lease_ttl_s": reservation.lease_ttl_s,
@@ -140,13 +149,20 @@ class Verbs:
             resume_output_ids=fields.resume_output_ids,
             preemption=fields.preemption,
             grammar=grammar_of(fields),
+            logprobs=fields.output_logprobs,
+            prompt_logprobs=fields.scored_prompt,
         )
-        shape = CompletionShape(
+        check_logprobs(fields, [prompt], [limit])
+        make_shape = VerbShape if fields.return_logprob_ids else CompletionShape
+        shape = make_shape(
             request_id=exchange.request_id,
             created=int(self._clock()),
             model=self._model.id,
             include_usage=fields.include_usage,
             token_ids=fields.return_token_ids,
+            logprobs=fields.shown_logprobs,
+            prompt_logprobs=fields.prompt_logprobs,
+            texts=self._services.tokenizer,
         )
         answer = stream_answer if fields.stream else whole_answer
         backend = EngineBackend(self._services, begin=begin)

@@ -39,7 +39,7 @@ def test_logits_equal_a_numpy_forward() -> None:
         for start, end in ((0, middle), (middle, len(ids))):
             if start == end:
                 continue
-            chunk = RunnerChunk(ids[start:end], start, list(range(PAGES)), needs_logits=True)
+            chunk = RunnerChunk(ids[start:end], start, list(range(PAGES)), logits=1)
             row = runner.run([chunk]).logits[0]
             np.testing.assert_allclose(row, expected[end - 1], atol=TOLERANCE)
             assert row.argmax() == expected[end - 1].argmax()

@@ -191,7 +191,7 @@ def greedy_reference(prompt: Sequence[int], count: int) -> list[int]:
     tokens = list(prompt)
     for _ in range(count):
         runner = FakeRunner()
-        output = runner.run([RunnerChunk(tokens, 0, range(64), needs_logits=True)])
+        output = runner.run([RunnerChunk(tokens, 0, range(64), logits=1)])
         tokens.append(int(np.argmax(output.logits[0])))
     return tokens[len(prompt) :]
 

@@ -292,7 +292,7 @@ class NotFinite(FakeRunner):
 
     def run(self, chunks: Sequence[RunnerChunk]) -> StepOutput:
         output = super().run(chunks)
-        wanted = [chunk for chunk in chunks if chunk.needs_logits]
+        wanted = [chunk for chunk in chunks if chunk.logits]
         for row, chunk in enumerate(wanted):
             if chunk.token_ids[-1] == 13:
                 output.logits[row, 5] = np.nan
@@ -324,10 +324,10 @@ def test_a_token_without_text_ends_one_request(monkeypatch: pytest.MonkeyPatch) 
     bad, good = node.submit([4, 5, 6], request_id="bad"), node.submit([1, 2, 3])
     task = next(task for task in node.engine._books._tasks.values() if task.sequence.request_id == "bad")
 
-    def broken(token: int) -> None:
+    def broken(token: int, logprob: object) -> None:
         raise ValueError("no such token")
 
-    monkeypatch.setattr(task, "output", type("Broken", (), {"put": staticmethod(broken)}))
+    monkeypatch.setattr(task.output, "put", broken)
     node.run()
     assert isinstance(bad.error, InternalError)
     assert good.tokens == expected

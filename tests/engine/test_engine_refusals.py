@@ -41,7 +41,6 @@ from .harness import (
         (prompt_of(64), {"max_tokens": None}, ContextLengthExceeded, "prompt"),
         (prompt_of(65), {"max_tokens": 1}, ContextLengthExceeded, "prompt"),
         (prompt_of(60), {"max_tokens": 5}, ContextLengthExceeded, "max_tokens"),
-        ([1], {"max_tokens": 0}, InvalidRequest, "max_tokens"),
         ([1], {"max_tokens": -3}, InvalidRequest, "max_tokens"),
         ([1], {"begin": 2}, InvalidRequest, "begin"),
         ([1], {"begin": -2}, InvalidRequest, "begin"),

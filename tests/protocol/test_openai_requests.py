@@ -95,7 +95,10 @@ def test_integers_are_integers_in_a_range(name: str, value: Any) -> None:
 @pytest.mark.case("SC-22")
 def test_the_ends_of_the_integer_ranges() -> None:
     for name, low, high in [
-        ("max_tokens", 1, 2**31 - 1),
+        ("max_tokens", 0, 2**31 - 1),
+        ("min_tokens", 0, 2**31 - 1),
+        ("logprobs", 0, 20),
+        ("prompt_logprobs", 0, 20),
         ("top_k", -1, 2**31 - 1),
         ("seed", -(2**63), 2**64 - 1),
     ]:
@@ -137,7 +140,6 @@ def test_the_grid_of_top_p_and_temperature(top_p: float, good: bool, temperature
         ("model", "m" * 257),
         ("user", 5),
         ("stream_options", []),
-        ("best_of", 2),
         ("best_of", True),
     ],
 )
@@ -175,17 +177,48 @@ def test_good_stops() -> None:
     )
 
 
-@pytest.mark.case("API-17")
+@pytest.mark.case("SC-14")
 @pytest.mark.parametrize(
     ("name", "value"),
-    [("logprobs", 1), ("logprobs", 0), ("logprobs", -1), ("echo", True), ("suffix", "x"), ("max_tokens", 0)],
+    [
+        ("logprobs", True),
+        ("logprobs", 10**6),
+        ("prompt_logprobs", 21),
+        ("echo", 1),
+        ("suffix", "x"),
+        ("best_of", 0),
+        ("best_of", 129),
+        ("best_of", 10**6),
+        ("min_tokens", -1),
+    ],
 )
 def test_what_completions_cannot_do_is_refused(name: str, value: Any) -> None:
     refused(completion, {name: value}, name)
 
 
+def test_candidates_of_which_the_best_are_answered() -> None:
+    assert completion(n=2, best_of=5).candidates == 5
+    assert completion(n=2, best_of=2, stream=True).candidates == 2
+    assert completion(n=2).candidates == 2
+    refused(completion, {"n": 3, "best_of": 2}, "best_of")
+    refused(completion, {"best_of": 2, "stream": True}, "best_of")
+    refused(completion, {"prompt": ["x"] * 9, "best_of": 128}, "best_of")
+    assert completion(best_of=2).output_logprobs == 0
+    assert completion(best_of=2).shown_logprobs is None
+    assert completion(best_of=2, logprobs=3).output_logprobs == 3
+
+
+def test_which_prompts_are_scored() -> None:
+    assert completion(logprobs=3).scored_prompt is None
+    assert completion(logprobs=3, echo=True).scored_prompt == 3
+    assert completion(logprobs=0, echo=True).scored_prompt == 0
+    assert completion(echo=True).scored_prompt is None
+    assert completion(logprobs=3, echo=True, prompt_logprobs=5).scored_prompt == 5
+
+
 def test_off_values_and_other_makers_fields_pass() -> None:
     completion(best_of=1, suffix=None, echo=False, debug_config={"special_request": "query"}, logprobs=None)
+    completion(logprobs=False, suffix="")
     chat(logprobs=False, response_format={"type": "text"}, tools=[], tool_choice="auto")
 
 
