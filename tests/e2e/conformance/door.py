@@ -115,7 +115,11 @@ def strict_json(text: str) -> Any:
 def _whole(response: httpx.Response, path: str) -> Answer:
     assert response.headers["content-type"] == "application/json"
     body = strict_json(response.text)
-    (ChatCompletion if path == CHAT else Completion).model_validate_json(response.text, strict=True)
+    if path == CHAT:
+        ChatCompletion.model_validate_json(response.text, strict=True)
+    else:
+        _check_piece(body, path)
+    assert all(choice["finish_reason"] for choice in body["choices"])
     assert [choice["index"] for choice in body["choices"]] == list(range(len(body["choices"])))
     choices = [_of_whole(choice, path) for choice in body["choices"]]
     return Answer(choices, body["usage"], body["model"])
@@ -166,12 +170,28 @@ def _streamed(response: httpx.Response, path: str) -> Answer:
 
 
 def _check_piece(body: dict[str, Any], path: str) -> None:
-    """OpenAI's own type of a completion knows no piece without a finish reason, as all but the last have."""
+    """OpenAI's own type of a completion knows no piece without a finish reason, as all but the last have, nor that the
+    first token of an echoed prompt has no log-probability."""
     if path == CHAT:
         ChatCompletionChunk.model_validate_json(json.dumps(body), strict=True)
         return
-    choices = [{**choice, "finish_reason": choice["finish_reason"] or "stop"} for choice in body["choices"]]
+    choices = [
+        {
+            **choice,
+            "finish_reason": choice["finish_reason"] or "stop",
+            "logprobs": _with_a_first_one(choice["logprobs"]),
+        }
+        for choice in body["choices"]
+    ]
     Completion.model_validate_json(json.dumps({**body, "choices": choices}), strict=True)
+
+
+def _with_a_first_one(logprobs: dict[str, Any] | None) -> dict[str, Any] | None:
+    if logprobs is None or logprobs["token_logprobs"][:1] != [None]:
+        return logprobs
+    assert logprobs["top_logprobs"][0] is None
+    changed = {**logprobs, "token_logprobs": [0.0, *logprobs["token_logprobs"][1:]]}
+    return {**changed, "top_logprobs": [{}, *logprobs["top_logprobs"][1:]]}
 
 
 def _take(choices: dict[int, Choice], piece: dict[str, Any], path: str) -> None:
