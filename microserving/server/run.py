@@ -80,15 +80,16 @@ def open_parts(config: EngineConfig, transport: Transport, progress: Progress) -
     progress(_OPENING, 0.75)
     pool_memory = transport.allocate(total_pages * layout.bytes_per_page)
     progress(_OPENING, 1.0)
-    runner = TVMModelRunner.create(
-        model.weights,
-        layout=layout,
-        total_pages=total_pages,
-        pool_memory=pool_memory,
-        threads=config.threads,
-        cache_dir=config.cache_dir,
-        progress=progress,
-    )
+    with model.naming():
+        runner = TVMModelRunner.create(
+            model.weights,
+            layout=layout,
+            total_pages=total_pages,
+            pool_memory=pool_memory,
+            threads=config.threads,
+            cache_dir=config.cache_dir,
+            progress=progress,
+        )
     return EngineParts(
         runner=runner,
         tokenizer=tokenizer,

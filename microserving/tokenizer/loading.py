@@ -8,7 +8,7 @@ from typing import Any
 
 from tokenizers import Tokenizer as Library
 
-from microserving.errors import ModelLoadError
+from microserving.errors import InvalidRequest, ModelLoadError
 from microserving.model_files.gguf import GGUFMetadata
 from microserving.model_files.mapped_file import read_bytes, read_json
 from microserving.model_files.resolved_model import ResolvedModel
@@ -39,27 +39,30 @@ _BOS_BY_CONFIG = ("LlamaTokenizer", "LlamaTokenizerFast")
 
 def load_tokenizer(model: ResolvedModel) -> Tokenizer:
     """The tokenizer that comes with ``model``; raises ModelLoadError naming the file."""
-    source = model.tokenizer_source
-    try:
-        with raising(ModelLoadError(f"the tokenizer is {_UNUSABLE}")):
-            tokenizer = from_directory(source) if isinstance(source, Path) else from_gguf(source)
-            ids = tokenizer.encode(_PROBE)
-            tokenizer.decode(ids)
-    except ModelLoadError as error:
-        prefix = "" if str(model.source_path) in error.message else f"{model.source_path}: "
-        raise ModelLoadError(f"{prefix}{error.message}") from None
-    if tokenizer.vocab_size == 0:
-        raise ModelLoadError(f"{model.source_path}: the tokenizer has no tokens")
-    if any(token_id >= model.config.vocab_size for token_id in tokenizer.eos_token_ids):
-        raise ModelLoadError(
-            f"{model.source_path}: an 'eos_token_id' lies beyond the model's {model.config.vocab_size} tokens"
-        )
-    if tokenizer.vocab_size > model.config.vocab_size:
-        raise ModelLoadError(
-            f"{model.source_path}: the tokenizer has {tokenizer.vocab_size} tokens,"
-            f" but the model only {model.config.vocab_size}"
-        )
+    with model.naming():
+        tokenizer = _opened(model.tokenizer_source)
+        _check_fits(tokenizer, model.config.vocab_size)
     return tokenizer
+
+
+def _opened(source: GGUFMetadata | Path) -> Tokenizer:
+    with raising(ModelLoadError(f"the tokenizer is {_UNUSABLE}")):
+        tokenizer = from_directory(source) if isinstance(source, Path) else from_gguf(source)
+        try:
+            tokenizer.decode(tokenizer.encode(_PROBE))
+        except InvalidRequest as error:
+            raise ModelLoadError(error.message) from None
+    return tokenizer
+
+
+def _check_fits(tokenizer: Tokenizer, rows: int) -> None:
+    """Raises ModelLoadError unless a model with ``rows`` embeddings can say every token, and the end."""
+    if tokenizer.vocab_size == 0:
+        raise ModelLoadError("the tokenizer has no tokens")
+    if tokenizer.vocab_size > rows:
+        raise ModelLoadError(f"the tokenizer has {tokenizer.vocab_size} tokens, but the model only {rows}")
+    if any(token_id >= rows for token_id in tokenizer.eos_token_ids):
+        raise ModelLoadError(f"an 'eos_token_id' lies beyond the model's {rows} tokens")
 
 
 def from_gguf(metadata: GGUFMetadata) -> Tokenizer:

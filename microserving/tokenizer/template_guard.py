@@ -2,8 +2,8 @@
 
 Jinja2's own immutable sandbox stops attribute walks and huge ranges. This adds, for one rendering at a time: a
 limit of CPU time (not of wall time: a busy machine must not refuse a chat) and of steps, charged by every loop
-iteration, call, filter and comparison; a bound on what one operation may build; and a bound on the output, which is
-streamed. Knows nothing of chats.
+iteration, call, filter and comparison; a bound on what one operation may build, or go through where it looks into nested
+values; and a bound on the output, which is streamed. Knows nothing of chats.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from __future__ import annotations
 import functools
 import re
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, ItemsView, Iterable, Iterator, KeysView, Mapping, ValuesView
 from contextvars import ContextVar
 from typing import Any, ClassVar
 
@@ -19,8 +19,9 @@ from jinja2 import Template, nodes
 from jinja2.exceptions import SecurityError
 from jinja2.ext import Extension, loopcontrols
 from jinja2.parser import Parser
-from jinja2.runtime import Context
+from jinja2.runtime import Context, Macro
 from jinja2.sandbox import ImmutableSandboxedEnvironment
+from jinja2.utils import Namespace
 from jinja2.visitor import NodeTransformer
 
 MAX_SOURCE_CHARS = 64 * 2**10
@@ -31,6 +32,21 @@ MAX_STEPS = 2_000_000
 MAX_INTEGER_ARGUMENT = 100_000
 MAX_INTEGER_BITS = 4096
 MAX_CPU_S = 0.5
+MAX_ITEMS = 200_000
+"""Items of a nested value, an item that it holds twice counted twice."""
+MAX_SLOW_CHARS = 2**16
+MAX_FOLDED = 2**20
+"""What the compiler may make of constants in advance; the rest is made when rendered."""
+
+# Filters whose work grows much faster than copying their text, and filters that do not look into the items they hand on.
+_SLOW_FILTERS = frozenset({"urlize", "wordwrap", "striptags", "pprint", "xmlattr", "title", "wordcount"})
+_SHALLOW_FILTERS = frozenset(
+    {"length", "count", "list", "first", "last", "default", "d", "items", "reverse", "batch", "slice", "safe"}
+    | {"map", "select", "selectattr", "reject", "rejectattr", "attr", "random"}
+)
+_SHALLOW_TESTS = frozenset(
+    {"defined", "undefined", "none", "string", "number", "mapping", "iterable", "sequence"}
+)
 
 # A format width of five digits or more, one taken from an argument, or a nested field.
 _WIDE_FORMAT = re.compile(r"[0-9]{5}|%[^a-zA-Z%]*\*|\{[^{}]*\{")
@@ -39,8 +55,9 @@ _WIDE_FORMAT = re.compile(r"[0-9]{5}|%[^a-zA-Z%]*\*|\{[^{}]*\{")
 class Budget:
     """What one rendering may still use. Not shared between threads."""
 
-    def __init__(self) -> None:
+    def __init__(self, built: int = MAX_BUILT) -> None:
         self._deadline = time.thread_time() + MAX_CPU_S
+        self._most_built = built
         self._steps = 0
         self._built = 0
 
@@ -56,7 +73,7 @@ class Budget:
         """Charge a string or list of ``size`` elements that is about to be built."""
         self.tick()
         self._built += size
-        if size > MAX_STRING or self._built > MAX_BUILT:
+        if size > MAX_STRING or self._built > self._most_built:
             raise SecurityError("the template builds too much text")
 
 
@@ -70,6 +87,37 @@ def _budget() -> Budget:
 
 def _sized(value: object) -> int:
     return len(value) if isinstance(value, str | bytes | list | tuple | dict) else 0
+
+
+def _inner(value: object) -> Collection[object] | None:
+    """What a value shows of others when it is written or compared; None for a plain one."""
+    if value is None or isinstance(value, str | int | float):
+        return None
+    if isinstance(value, dict):
+        return [*value, *value.values()]
+    if isinstance(value, Namespace):
+        return list(vars(value).values())
+    if isinstance(value, list | tuple | set | frozenset | KeysView | ValuesView | ItemsView):
+        return value
+    return None
+
+
+def _weigh(*values: object) -> None:
+    """Raises SecurityError when going through all of ``values`` to their ends would take too long.
+
+    A value that holds another one twice, which holds a third one twice, and so on, is small and endless.
+    """
+    items, chars, queue = 0, 0, list(values)
+    while queue:
+        value = queue.pop()
+        chars += _sized(value)
+        inner = _inner(value)
+        if inner is None:
+            continue
+        items += len(inner)
+        if items > MAX_ITEMS or chars > MAX_STRING:
+            raise SecurityError("the template goes through too large a value")
+        queue.extend(inner)
 
 
 def _check_arguments(arguments: Iterable[object]) -> None:
@@ -109,7 +157,11 @@ def _guarded_filter(name: str, function: Callable[..., Any]) -> Callable[..., An
         budget = _budget()
         subject, rest = args[passed], (*args[passed + 1 :], *kwargs.values())
         _check_arguments(rest)
-        budget.build(_sized(subject))
+        budget.build(_sized(subject) + sum(abs(item) for item in rest if isinstance(item, int)))
+        if name not in _SHALLOW_FILTERS:
+            _weigh(subject, *rest)
+        if name in _SLOW_FILTERS and len(str(subject)) > MAX_SLOW_CHARS:
+            raise SecurityError(f"the filter {name!r} is given too long a text")
         if name == "join":
             subject = subject if isinstance(subject, str | list | tuple) else list(guard_loop(subject))
             args = (*args[:passed], subject, *args[passed + 1 :])
@@ -127,20 +179,29 @@ def _guarded_filter(name: str, function: Callable[..., Any]) -> Callable[..., An
     return call
 
 
-def _guarded_test(function: Any) -> Callable[..., Any]:
+def _guarded_test(name: str, function: Any) -> Callable[..., Any]:
     """A test such as ``in``, charged before it runs."""
 
     @functools.wraps(function)
     def call(*args: Any, **kwargs: Any) -> Any:
         _budget().tick()
+        if name not in _SHALLOW_TESTS:
+            _weigh(*args, *kwargs.values())
         return function(*args, **kwargs)
 
     return call
 
 
 def guard_value(value: Any) -> Any:
-    """The same value, and a step: in front of what may look through all of it (``in``, ``==``, a slice)."""
+    """The same value, and a step: in front of a slice."""
     _budget().tick()
+    return value
+
+
+def guard_whole(value: Any) -> Any:
+    """The same value, and a step: in front of what may look through all of it (``in``, ``==``, output)."""
+    _budget().tick()
+    _weigh(value)
     return value
 
 
@@ -154,6 +215,7 @@ def guard_loop(iterable: Iterable[Any]) -> Iterator[Any]:
 
 def guard_concat(*parts: object) -> str:
     """The ``~`` operator."""
+    _weigh(*parts)
     texts = [part if isinstance(part, str) else str(part) for part in parts]
     _budget().build(sum(map(len, texts)))
     return "".join(texts)
@@ -164,6 +226,9 @@ def _join_output(parts: Iterable[str]) -> str:
     texts = list(parts)
     _budget().build(sum(map(len, texts)))
     return "".join(texts)
+
+
+_GUARDS = (guard_loop, guard_value, guard_whole, guard_concat)
 
 
 class _Generation(Extension):
@@ -184,17 +249,32 @@ class GuardedEnvironment(ImmutableSandboxedEnvironment):
     guard_loop = staticmethod(guard_loop)
     guard_concat = staticmethod(guard_concat)
     guard_value = staticmethod(guard_value)
+    guard_whole = staticmethod(guard_whole)
 
     def __init__(self) -> None:
-        super().__init__(trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols, _Generation])
+        super().__init__(
+            trim_blocks=True,
+            lstrip_blocks=True,
+            extensions=[loopcontrols, _Generation],
+            finalize=guard_whole,
+        )
         self.globals.pop("lipsum", None)
         self.filters = {name: _guarded_filter(name, function) for name, function in self.filters.items()}
-        self.tests = {name: _guarded_test(function) for name, function in self.tests.items()}
+        self.tests = {name: _guarded_test(name, function) for name, function in self.tests.items()}
 
     def _parse(self, source: str, name: str | None, filename: str | None) -> nodes.Template:
         tree = super()._parse(source, name, filename)
         _Guarding().visit(tree)
         return tree
+
+    def _generate(
+        self, source: nodes.Template, name: str | None, filename: str | None, defer_init: bool = False
+    ) -> str:
+        token = _BUDGET.set(Budget(MAX_FOLDED))
+        try:
+            return super()._generate(source, name, filename, defer_init)
+        finally:
+            _BUDGET.reset(token)
 
     def add_filter(self, name: str, function: Callable[..., Any]) -> None:
         """Add or replace a filter, inside the same bounds as Jinja2's own."""
@@ -203,6 +283,8 @@ class GuardedEnvironment(ImmutableSandboxedEnvironment):
     def call(self, context: Context, function: Any, /, *args: Any, **kwargs: Any) -> Any:
         budget = _budget()
         budget.tick()
+        if not isinstance(function, Macro) and function not in _GUARDS:
+            _weigh(*args, *kwargs.values())
         owner = getattr(function, "__self__", None)
         if isinstance(owner, str):
             self._charge_method(budget, function.__name__, owner, args, kwargs)
@@ -236,6 +318,7 @@ class GuardedEnvironment(ImmutableSandboxedEnvironment):
             budget.build(_sized(left) + _sized(right))
         elif isinstance(left, str):
             _check_format(left)
+            _weigh(right)
             _check_arguments(right if isinstance(right, tuple) else (right,))
         return super().call_binop(context, operator, left, right)
 
@@ -279,7 +362,9 @@ class _Guarding(NodeTransformer):
 
     def visit_Compare(self, node: nodes.Compare) -> nodes.Node:  # noqa: N802 - the visitor's naming
         self.generic_visit(node)
-        node.expr = _guard_call("guard_value", [node.expr], node)
+        node.expr = _guard_call("guard_whole", [node.expr], node)
+        for operand in node.ops:
+            operand.expr = _guard_call("guard_whole", [operand.expr], node)
         return node
 
     def visit_Getitem(self, node: nodes.Getitem) -> nodes.Node:  # noqa: N802 - the visitor's naming
