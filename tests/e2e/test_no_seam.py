@@ -44,14 +44,17 @@ def body(prompt: list[int], seed: int) -> dict[str, Any]:
 
 def stream(url: str, request: dict[str, Any], at_token: Callable[[int], None] = lambda _: None) -> list[int]:
     """The token ids of a stream that must be whole and have ``TOKENS``. at_token: called while it runs."""
-    tokens, _ = whole_stream(url, request, at_token)
+    tokens, *_ = whole_stream(url, request, at_token)
     assert len(tokens) == TOKENS
     return tokens
 
 
-def whole_stream(url: str, request: dict[str, Any], at_token: Callable[[int], None]) -> tuple[list[int], str]:
-    """The token ids and the text of a stream that must be whole: one end, one usage, no error."""
+def whole_stream(
+    url: str, request: dict[str, Any], at_token: Callable[[int], None] = lambda _: None
+) -> tuple[list[int], str, list[Any]]:
+    """The token ids, the text and the log-probabilities of a stream that must be whole: one end, one usage, no error."""
     tokens: list[int] = []
+    scores: list[Any] = []
     text = ""
     usages, ends = [], 0
     with httpx.Client(timeout=100) as client, client.stream("POST", url, json=request) as response:
@@ -66,9 +69,10 @@ def whole_stream(url: str, request: dict[str, Any], at_token: Callable[[int], No
                 for choice in event["choices"]:
                     tokens += choice.get("token_ids") or []
                     text += choice["text"]
+                    scores += zip(*choice["logprobs"].values(), strict=True) if choice["logprobs"] else []
                 at_token(len(tokens))
     assert (ends, [usage["completion_tokens"] for usage in usages]) == (1, [len(tokens)])
-    return tokens, text
+    return tokens, text, scores
 
 
 def engines(cluster: Cluster) -> list[dict[str, Any]]:
@@ -87,10 +91,16 @@ def busy(cluster: Cluster, role: str) -> list[str]:
 @pytest.mark.case("PD-34")
 @pytest.mark.case("RT-06")
 @pytest.mark.parametrize("end", [signal.SIGKILL, signal.SIGSTOP])
-def test_a_decode_engine_goes_away_in_mid_stream(pairs: Cluster, end: signal.Signals) -> None:
+@pytest.mark.parametrize("scored", [False, True], ids=["", "scored"])
+def test_a_decode_engine_goes_away_in_mid_stream(
+    pairs: Cluster, hybrid: str, end: signal.Signals, scored: bool
+) -> None:
+    """scored: no log-probability, of the echoed prompt or of the output, comes twice or is missing."""
     url, request = f"{pairs.router}/v1/completions", body(ids(40), seed=int(end))
+    request |= {"echo": True, "logprobs": 2} if scored else {}
     wait_until(lambda: all_up(pairs), ALL_UP_S, "all engines up")
-    undisturbed = stream(url, request)
+    undisturbed = whole_stream(f"{hybrid}/v1/completions", request)
+    assert len(undisturbed[2]) == (40 + TOKENS if scored else 0)
     hit: list[int] = []
 
     def strike(tokens: int) -> None:
@@ -100,7 +110,8 @@ def test_a_decode_engine_goes_away_in_mid_stream(pairs: Cluster, end: signal.Sig
             os.kill(hit[0], end)
 
     try:
-        assert stream(url, request, strike) == undisturbed
+        assert whole_stream(url, request, strike) == undisturbed
+        assert hit
     finally:
         if hit and end is signal.SIGSTOP:
             os.kill(hit[0], signal.SIGCONT)
@@ -131,7 +142,7 @@ def test_an_engine_dies_in_the_middle_of_an_object(pairs: Cluster, hybrid: str) 
     form = {"type": "json_schema", "json_schema": {"name": "thing", "schema": schema}}
     request = {**body(ids(40), seed=3), "ignore_eos": False, "max_tokens": 200, "response_format": form}
     wait_until(lambda: all_up(pairs), ALL_UP_S, "all engines up")
-    expected = whole_stream(f"{hybrid}/v1/completions", request, lambda _: None)
+    expected = whole_stream(f"{hybrid}/v1/completions", request)
     hit: list[int] = []
 
     def strike(tokens: int) -> None:
