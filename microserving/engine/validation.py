@@ -51,7 +51,9 @@ def check_generation(request: GenerationRequest, *, vocab_size: int, max_context
         )
     max_output = _max_output(prompt_tokens, max_tokens, max_context)
     if request.stop.min_tokens > max_output:
-        raise InvalidRequest(f"an output of min_tokens has no room in {max_output} tokens", param="min_tokens")
+        raise InvalidRequest(
+            f"an output of min_tokens has no room in {max_output} tokens", param="min_tokens"
+        )
     return max_output
 
 
