@@ -28,7 +28,6 @@ from microserving.front.openai_api import OpenAIFront
 from microserving.front.openapi import HotRoute, add_hot_routes, drop_validation_errors
 from microserving.front.settings import BodyLimits, FrontSettings
 from microserving.front.tokenize import TokenizeFront
-from microserving.grammar import GrammarCompiler
 from microserving.protocol.chat import ChatCompletionRequest
 from microserving.protocol.openai import CompletionRequest
 from microserving.protocol.responses import ModelCard, ModelList, Status
@@ -124,15 +123,14 @@ def create_front(
     lifespan: Lifespan[FastAPI] | None = None,
     alive: Callable[[], bool] | None = None,
     check_ready: Callable[[], Awaitable[None]] | None = None,
-    grammars: GrammarCompiler | None = None,
 ) -> FastAPI:
     """An ASGI app. hot_routes, control (a ``control_router``): what the caller serves beside `/v1`.
 
     alive: what `/health` tells (default: always, as it answers). check_ready: raises the error that `/ready` answers with
-    although the backend is ready. grammars: the backend's own compiler.
+    although the backend is ready.
     """
     settings = settings or FrontSettings()
-    front = OpenAIFront(backend, settings, grammars=grammars)
+    front = OpenAIFront(backend, settings)
     own = [
         HotRoute("/v1/completions", front.completions, "Continue prompts", CompletionRequest),
         HotRoute(

@@ -13,6 +13,7 @@ from typing import Protocol
 
 from microserving import __version__
 from microserving.errors import ModelNotFound
+from microserving.grammar import GrammarCompiler
 from microserving.observability import escape_controls
 from microserving.protocol.generation import GenerationChunk, GenerationRequest
 from microserving.tokenizer import Tokenizer
@@ -54,6 +55,10 @@ class Backend(Protocol):
     @property
     def tokenizer(self) -> Tokenizer | None:
         """The served model's tokenizer; None while it is not known."""
+
+    @property
+    def grammars(self) -> GrammarCompiler | None:
+        """Compiles for that tokenizer, whose vocabulary it has read; None while that is not known."""
 
     @property
     def ready(self) -> bool:

@@ -27,7 +27,6 @@ from microserving.front.generations import (
 )
 from microserving.front.models import ModelsFront
 from microserving.front.settings import FrontSettings
-from microserving.grammar import GrammarCompiler
 from microserving.protocol.body import (
     WireModel,
     header_value,
@@ -94,14 +93,11 @@ class OpenAIFront:
         backend: Backend,
         settings: FrontSettings,
         clock: Callable[[], float] = time.time,
-        grammars: GrammarCompiler | None = None,
     ) -> None:
-        """grammars: the backend's own, when it has some; else this has one for each tokenizer that comes."""
         self._backend = backend
         self.served = ModelsFront(backend).served
         self.settings = settings
         self._clock = clock
-        self._grammars = grammars
 
     async def completions(self, exchange: Exchange) -> None:
         fields = parse_request(exchange, CompletionRequest, strict=self.settings.strict_fields)
@@ -136,8 +132,11 @@ class OpenAIFront:
         limits: Sequence[int],
         grammar: Grammar | None = None,
     ) -> None:
-        """Generate ``fields.n`` choices of each prompt and answer in the shape. make_shape: an ``AnswerShape``'s constructor. limits:
-        max_tokens of each prompt. grammar: that every choice must match, instead of what the request's own fields say."""
+        """Generate ``fields.n`` choices of each prompt and answer in the shape.
+
+        make_shape: an ``AnswerShape``'s constructor. limits: max_tokens of each prompt. grammar: that every choice must
+        match, instead of what the request's own fields say.
+        """
         headers = routing_headers(exchange.client_headers)
         timeout_s = remaining_s(exchange, fields.timeout)
         grammar = await self._checked_grammar(fields, grammar)
@@ -160,7 +159,7 @@ class OpenAIFront:
             await whole_answer(exchange, self._backend, requests, shape, usage, concurrency, fields.n)
 
     async def _checked_grammar(self, fields: GenerationFields, grammar: Grammar | None) -> Grammar | None:
-        """What binds the choices; it can be compiled. Raises InvalidRequest, Overloaded."""
+        """What binds the choices; it can be compiled. Raises InvalidRequest, NoEngine, Overloaded."""
         param = "tools"
         if grammar is None:
             bound = fields.constraint()
@@ -169,12 +168,10 @@ class OpenAIFront:
             grammar, param = bound
         if fields.ignore_eos:
             raise InvalidRequest(f"{param} and ignore_eos cannot be combined", param="ignore_eos")
-        tokenizer = self._backend.tokenizer
-        if tokenizer is None:  # the last engine has left meanwhile
+        grammars = self._backend.grammars
+        if grammars is None:  # the last engine has left meanwhile
             raise NoEngine("no engine is ready to serve this", retry_after_s=1)
-        if self._grammars is None or self._grammars.tokenizer is not tokenizer:
-            self._grammars = GrammarCompiler(tokenizer)
-        await self._grammars.compile_off_loop(grammar, param=param)
+        await grammars.compile_off_loop(grammar, param=param)
         return grammar
 
 

@@ -68,7 +68,7 @@ class GrammarCompiler:
 
     def prepare(self) -> None:
         """Do what the first grammar would have to wait for: read the vocabulary, which holds the GIL for 0.2 s (50,000
-        tokens). For a process that serves nobody yet."""
+        tokens). For a process that serves nobody yet. Idempotent. Raises ModelLoadError."""
         with self._compiling:
             self._prepared()
 

@@ -12,6 +12,9 @@ import llguidance
 import numpy as np
 import numpy.typing as npt
 
+from microserving.errors import ModelLoadError
+from microserving.tokenizer.library_wall import raising
+
 
 class GrammarTokenizer(Protocol):
     """What is needed of a tokenizer (``microserving.tokenizer.Tokenizer`` has it)."""
@@ -39,10 +42,11 @@ def space_first(tokenizer: GrammarTokenizer) -> npt.NDArray[np.bool_] | None:
 
 
 def make_vocabulary(tokenizer: GrammarTokenizer) -> llguidance.LLTokenizer:
-    """Takes a second for a large vocabulary."""
+    """Takes a second for a large vocabulary. Raises ModelLoadError when the library cannot take it."""
     end = tokenizer.vocab_size
-    wrapped = llguidance.TokenizerWrapper(_Vocabulary(tokenizer, end))
-    return llguidance.LLTokenizer(wrapped, n_vocab=end + 1, eos_token=end)
+    with raising(ModelLoadError("the tokenizer's vocabulary cannot be used for grammars")):
+        wrapped = llguidance.TokenizerWrapper(_Vocabulary(tokenizer, end))
+        return llguidance.LLTokenizer(wrapped, n_vocab=end + 1, eos_token=end)
 
 
 class _Vocabulary:

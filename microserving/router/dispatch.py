@@ -15,6 +15,7 @@ from typing import Protocol
 from microserving.errors import InternalError, MicroservingError, NoEngine, Overloaded, ShuttingDown
 from microserving.front import ServedModel
 from microserving.front.access import current_client
+from microserving.grammar import GrammarCompiler
 from microserving.program import Cluster, EngineClient
 from microserving.protocol.generation import GenerationChunk, GenerationRequest
 from microserving.router.admission import Admission
@@ -39,6 +40,9 @@ class Served(Protocol):
 
     @property
     def tokenizer(self) -> Tokenizer | None: ...
+
+    @property
+    def grammars(self) -> GrammarCompiler | None: ...
 
     @property
     def ready(self) -> bool: ...
@@ -102,6 +106,10 @@ class Dispatcher:
     @property
     def tokenizer(self) -> Tokenizer | None:
         return self._served.tokenizer
+
+    @property
+    def grammars(self) -> GrammarCompiler | None:
+        return self._served.grammars
 
     @property
     def ready(self) -> bool:

@@ -15,6 +15,7 @@ from typing import Any
 
 from microserving.errors import MicroservingError, ModelLoadError
 from microserving.front import ServedModel
+from microserving.grammar import GrammarCompiler
 from microserving.protocol.microserving import EngineInfo
 from microserving.router.engine_registry import EngineRegistry, Peer, check_startup
 from microserving.router.loop_lag import LoopLag
@@ -45,8 +46,8 @@ class ProbeSettings:
 class HealthMonitor:
     """Probes the registry's peers. load_tokenizer: makes the tokenizer from an engine's JSON (``Tokenizer.from_dict``).
 
-    ``model`` and ``tokenizer`` are None until the first engine was reached; after that they stay, even while no
-    engine is up. served_model: the only one that an engine may serve, known from the start. tokenizer_dir: for engines
+    ``model``, ``tokenizer`` and ``grammars`` are None until the first engine was reached; after that they stay, even
+    while no engine is up. served_model: the only one that an engine may serve, known from the start. tokenizer_dir: for engines
     that cannot give theirs. Raises ModelLoadError when that holds none.
     """
 
@@ -64,6 +65,7 @@ class HealthMonitor:
             self.model = ServedModel(id=served_model, max_context=0, created=0)
         self._local_tokenizer = None if tokenizer_dir is None else _tokenizer_in(tokenizer_dir)
         self.tokenizer: Tokenizer | None = self._local_tokenizer
+        self.grammars: GrammarCompiler | None = None
         self._served_model = served_model
         self._registry = registry
         self._settings = settings
@@ -179,9 +181,12 @@ class HealthMonitor:
     async def _learn(self, peer: Peer, info: EngineInfo) -> None:
         """Know the model that the engines which are up serve; they all serve the same one."""
         async with self._learning:
-            if self.tokenizer is None or info.model_hash not in ("", self._model_hash):
-                self.tokenizer = None
-                self.tokenizer = await self._tokenizer_of(peer)
+            if self.grammars is None or info.model_hash not in ("", self._model_hash):
+                self.tokenizer = self.grammars = None
+                tokenizer = await self._tokenizer_of(peer)
+                grammars = GrammarCompiler(tokenizer)
+                await asyncio.to_thread(grammars.prepare)  # now: later it would hold up streams
+                self.tokenizer, self.grammars = tokenizer, grammars
                 self._model_hash = info.model_hash
             # Meanwhile any of them may have gone down, this one included.
             contexts = [up.client.info.max_context for up in self._registry.up if up.client.info is not None]

@@ -30,5 +30,4 @@ def create_app(services: EngineServices, settings: FrontSettings | None = None) 
         hot_routes=Verbs(services, settings).routes(),
         control=control,
         alive=lambda: services.engine.healthy,
-        grammars=services.engine.grammars,
     )

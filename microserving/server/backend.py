@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import AsyncIterator
 
 from microserving.front import ServedModel
+from microserving.grammar import GrammarCompiler
 from microserving.protocol.generation import GenerationChunk, GenerationRequest
 from microserving.server.services import EngineServices
 from microserving.tokenizer import Tokenizer
@@ -33,6 +34,10 @@ class EngineBackend:
     @property
     def tokenizer(self) -> Tokenizer:
         return self._tokenizer
+
+    @property
+    def grammars(self) -> GrammarCompiler:
+        return self._engine.grammars
 
     @property
     def ready(self) -> bool:

@@ -82,6 +82,7 @@ class _Served:
 
     model = ServedModel(id="m", max_context=1_000_000, created=0)
     tokenizer = cast(Tokenizer, None)
+    grammars = None
     ready = True
 
     async def refresh(self) -> None:

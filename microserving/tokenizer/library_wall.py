@@ -1,6 +1,6 @@
-"""The one wall around the ``tokenizers`` library: whatever it raises is one error of ours.
+"""The one wall around the libraries that read vocabularies: whatever they raise is one error of ours.
 
-It raises plain Exception for bad input, and its panics are no Exception at all. Knows nothing of what it is asked.
+They raise plain Exception for bad input, and their panics are no Exception at all. Knows nothing of what they are asked.
 """
 
 from __future__ import annotations

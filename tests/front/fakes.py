@@ -14,6 +14,7 @@ from starlette.types import ASGIApp
 
 from microserving.front import bind_listener
 from microserving.front.backend import ServedModel
+from microserving.grammar import GrammarCompiler
 from microserving.protocol.generation import FinishReason, GenerationChunk, GenerationRequest
 from microserving.protocol.sse import SSEParser
 
@@ -65,6 +66,10 @@ class ScriptedBackend:
         self.most_at_once = 0
         self.active = 0
         self._changed = threading.Condition()
+
+    @property
+    def grammars(self) -> GrammarCompiler:
+        return GrammarCompiler(self.tokenizer)
 
     async def refresh(self) -> None:
         self.ready = self.ready or self.ready_after_refresh

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from microserving.engine.fake_runner import FakeTokenizer
-from microserving.errors import InvalidRequest, Overloaded
+from microserving.errors import InvalidRequest, ModelLoadError, Overloaded
 from microserving.grammar import GrammarCompiler, GrammarError
 from microserving.protocol.generation import Grammar
 
@@ -166,3 +166,12 @@ def test_an_output_does_not_begin_with_a_space_that_nobody_would_see() -> None:
     compiled = GrammarCompiler(Stripping()).compile(Grammar("regex", " ?a"))
     assert compiled.not_first is not None
     assert np.flatnonzero(compiled.not_first).tolist() == [ord(" ")]
+
+
+def test_a_vocabulary_that_the_library_panics_on_is_one_error() -> None:
+    class Long(FakeTokenizer):
+        def token_bytes(self, token_id: int) -> bytes:
+            return b"a" * 5000
+
+    with pytest.raises(ModelLoadError, match="vocabulary"):
+        GrammarCompiler(Long()).prepare()

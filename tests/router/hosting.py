@@ -25,6 +25,7 @@ class FakeServed:
 
     model = ServedModel(id="m", max_context=100, created=0)
     tokenizer = cast(Tokenizer, None)
+    grammars = None
     ready = True
 
     def __init__(self, cluster: FakeCluster) -> None:

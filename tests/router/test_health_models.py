@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import threading
 from contextlib import AsyncExitStack
 from typing import Any
 
 import pytest
 
-from microserving.errors import ConfigError
+from microserving.errors import ConfigError, ModelLoadError
+from microserving.grammar import GrammarTokenizer, compiler
+from microserving.protocol.generation import Grammar
 
 from .watching import engines, run, watched
 
@@ -105,5 +108,47 @@ def test_an_engine_that_dies_while_its_tokenizer_is_fetched_comes_back() -> None
         assert watch.monitor.model.max_context == engine.info["max_context"]
         await watch.monitor.probe(peer)
         assert watch.states == ["up"]
+
+    run(scenario)
+
+
+def test_the_first_grammar_does_not_wait_for_the_vocabulary(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is read, off the event loop, while the model is learnt, once for all engines."""
+    threads: list[threading.Thread] = []
+    read = compiler.make_vocabulary
+
+    def reading(tokenizer: GrammarTokenizer) -> Any:
+        threads.append(threading.current_thread())
+        return read(tokenizer)
+
+    monkeypatch.setattr(compiler, "make_vocabulary", reading)
+
+    async def scenario(stack: AsyncExitStack) -> None:
+        one, two = await engines(stack, {}, {"engine_id": "decode-1"})
+        watch = watched(stack, [], [one, two])
+        assert watch.monitor.grammars is None
+        await watch.monitor.connect(5)
+        assert len(threads) == 1
+        assert threads[0] is not threading.main_thread()
+        assert watch.monitor.grammars is not None
+        assert watch.monitor.grammars.tokenizer is watch.monitor.tokenizer
+        await watch.monitor.grammars.compile_off_loop(Grammar("regex", "t1+"))
+        assert len(threads) == 1
+
+    run(scenario)
+
+
+def test_an_engine_whose_vocabulary_is_no_use_is_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(tokenizer: GrammarTokenizer) -> Any:
+        raise ModelLoadError("the tokenizer's vocabulary cannot be used for grammars")
+
+    monkeypatch.setattr(compiler, "make_vocabulary", refuse)
+
+    async def scenario(stack: AsyncExitStack) -> None:
+        (engine,) = await engines(stack, {})
+        watch = watched(stack, [], [engine])
+        with pytest.raises(ConfigError, match="vocabulary cannot be used"):
+            await watch.monitor.connect(0.2)
+        assert not watch.monitor.ready
 
     run(scenario)

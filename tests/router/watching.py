@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable, Iterable
 from contextlib import AsyncExitStack
-from typing import Any, cast
+from typing import Any
 
 from microserving.program.testing import make_request
 from microserving.router.engine_client import EngineTimeouts
@@ -37,7 +37,7 @@ class Watched:
 
     def _load(self, data: dict[str, Any]) -> Tokenizer:
         self.tokenizers.append(data)
-        return cast(Tokenizer, data)
+        return Tokenizer.from_dict(data)
 
     @property
     def states(self) -> list[str]:
