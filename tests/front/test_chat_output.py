@@ -113,6 +113,7 @@ NO_CALLS: list[tuple[ToolCallFormat, str]] = [
     ("mistral", "[TOOL_CALLS]a sentence. And another one."),
     ("mistral", "[TOOL_CALLS]" + "x" * 300 + "{}"),
     ("mistral", "[TOOL"),
+    ("hermes", f'<tool_call>{{"name": {"[" * 5000 + "]" * 5000}, "arguments": {{}}}}</tool_call>'),
     ("mistral", "[ "),
 ]
 

@@ -178,6 +178,6 @@ def _decoded(text: str) -> str | None:
     """The string that a JSON value is; None for another value."""
     try:
         value = json.loads(text)
-    except ValueError:
+    except (ValueError, RecursionError):
         return None
     return value if isinstance(value, str) else None

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Final
 
 from microserving.protocol.chat_formats import ToolCallFormat
 from microserving.protocol.chat_tools import Tool
 
-MAX_CALLS = 16
+MAX_CALLS: Final = 16
 """Of one answer: a model that is made to go on would otherwise call without an end."""
 
 
@@ -46,7 +46,7 @@ def _mistral(more: str | None) -> list[str]:
     return ['calls: "[" call (", " call)' + more + ' "]"' if more else 'calls: "[" call "]"']
 
 
-_FORMS: dict[ToolCallFormat, Callable[[str | None], list[str]]] = {
+_FORMS: Final[dict[ToolCallFormat, Callable[[str | None], list[str]]]] = {
     "hermes": _hermes,
     "llama3": _llama3,
     "mistral": _mistral,
