@@ -179,7 +179,9 @@ class TVMModelRunner:
         table = self._page_table(chunks)
         ids, positions, slots = _rows(chunks, table, self._layout.page_size)
         ends = list(itertools.accumulate(counts))
-        wanted = [row for chunk, end in zip(chunks, ends, strict=True) for row in range(end - chunk.logits, end)]
+        wanted = [
+            row for chunk, end in zip(chunks, ends, strict=True) for row in range(end - chunk.logits, end)
+        ]
         inputs = [
             ids,
             self._rope.rows(positions),

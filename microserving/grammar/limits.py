@@ -13,9 +13,8 @@ from typing import Any, Final
 from microserving.grammar.lark_limits import check_lark_text
 from microserving.grammar.regex_size import check_regex_size
 from microserving.protocol.generation import Grammar
+from microserving.protocol.structured import MAX_GRAMMAR_BYTES, MAX_REGEX_BYTES
 
-MAX_TEXT_BYTES: Final = 131_072
-MAX_REGEX_BYTES: Final = 16_384
 MAX_DEPTH: Final = 64
 """Nesting of a schema's JSON (as of a request's body)."""
 MAX_TOTAL_DEPTH: Final = 1_000
@@ -26,7 +25,7 @@ MAX_NODES: Final = 32_768
 def check_text(grammar: Grammar) -> None:
     """Its length. Raises ValueError."""
     size = len(grammar.text.encode(errors="replace"))
-    limit = MAX_REGEX_BYTES if grammar.kind == "regex" else MAX_TEXT_BYTES
+    limit = MAX_REGEX_BYTES if grammar.kind == "regex" else MAX_GRAMMAR_BYTES
     if size > limit:
         raise ValueError(f"it has {size} bytes, more than {limit}")
 

@@ -14,9 +14,9 @@ from pydantic import Field, PlainValidator, ValidationInfo, field_validator
 from microserving.protocol.body import invalid
 from microserving.protocol.chat_messages import MAX_MESSAGES, ChatMessage
 from microserving.protocol.chat_tools import Tool, ToolChoice, Tools
+from microserving.protocol.logprobs import MAX_LOGPROBS
 from microserving.protocol.openai import INT32_MAX, GenerationFields, no_longer_than
 
-MAX_TOP_LOGPROBS: Final = 20
 MAX_TEMPLATE_VARIABLES: Final = 64
 MAX_TEMPLATE_VARIABLES_CHARS: Final = 65_536
 
@@ -57,7 +57,7 @@ class ChatCompletionRequest(GenerationFields):
     max_tokens: int | None = Field(None, ge=1, le=INT32_MAX)
     max_completion_tokens: int | None = Field(None, ge=1, le=INT32_MAX)
     logprobs: bool = False
-    top_logprobs: int | None = Field(None, ge=0, le=MAX_TOP_LOGPROBS)
+    top_logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS)
     tools: Tools = Field(default_factory=list)
     tool_choice: ToolChoice = "auto"
     parallel_tool_calls: bool = True

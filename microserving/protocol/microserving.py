@@ -1,7 +1,8 @@
-"""The verbs' bodies: requests, answers, index rules, and the stream of `start_generate` as its client reads it.
+"""The verbs' bodies: requests, answers and index rules.
 
 Field names are MLC-LLM's where it has them; everything else is a superset. Used by the engine's server and by the
-router's engine client; knows neither HTTP nor the model.
+router's engine client, which reads what every request brings with ``verb_answers`` and ``generation_stream``. Knows
+neither HTTP nor the model.
 """
 
 from __future__ import annotations
@@ -145,9 +146,6 @@ class RemoteSendAnswer(WireModel):
     prefill_ms: float = 0.0
     transfer_ms: float = 0.0
     exposed_ms: float = 0.0
-
-    def result(self) -> RemoteSendResult:
-        return RemoteSendResult(**self.model_dump())
 
 
 class AbortAnswer(WireModel):

@@ -3,8 +3,8 @@
 Owns names, types, ranges and defaults of the fields, and their mapping to ``SamplingParams`` and ``StopParams``. It
 does not know the model: limits that depend on it (context, vocabulary) are checked by ``front``.
 
-Limits beyond OpenAI's own: see the constants. Fields of OpenAI that we cannot honour are refused when set to something,
-never ignored.
+Limits beyond OpenAI's own: see the constants. A field of OpenAI that is not here is ignored, and the answer names it; one
+without which the text would be another one (`suffix`) is refused.
 """
 
 from __future__ import annotations
@@ -127,13 +127,6 @@ def _metadata(value: Any) -> dict[str, str]:
     return value
 
 
-def _unsupported(value: Any) -> Any:
-    """For fields that only an off value may have."""
-    if value is not False and value is not None:
-        raise invalid("is not supported")
-    return value
-
-
 def _off(value: Any) -> Any:
     """MLC has a switch where OpenAI has a number."""
     return None if value is False else value
@@ -143,9 +136,6 @@ def _suffix(value: Any) -> Any:
     if value not in (None, ""):
         raise invalid("is not supported: the model does not fill in text before a suffix")
     return None
-
-
-Unsupported = Annotated[Any, PlainValidator(_unsupported, json_schema_input_type=Literal[False] | None)]
 
 
 class StreamOptions(WireModel):

@@ -1,4 +1,4 @@
-"""The answers of `prep_recv` and `remote_send` as a router reads them: once for every request, so with msgspec.
+"""The answers of the verbs that carry a request, as a router reads them: once for every request, so with msgspec.
 
 A peer of another make may leave out what is ours, or say null.
 """
@@ -43,10 +43,20 @@ class RemoteSendReply(msgspec.Struct):
         )
 
 
+class MatchPrefixReply(msgspec.Struct):
+    prefix_matched_length: Count
+
+
 PREP_RECV: Final = msgspec.json.Decoder(PrepRecvReply)
 REMOTE_SEND: Final = msgspec.json.Decoder(RemoteSendReply)
+MATCH_PREFIX: Final = msgspec.json.Decoder(MatchPrefixReply)
 
 
 def remote_send_result(content: bytes) -> RemoteSendResult:
     """Raises msgspec's errors."""
     return REMOTE_SEND.decode(content).result()
+
+
+def prefix_matched_length(content: bytes) -> int:
+    """Of `match_prefix`. Raises msgspec's errors."""
+    return MATCH_PREFIX.decode(content).prefix_matched_length

@@ -33,6 +33,7 @@ ReplyT = TypeVar("ReplyT")
 _PREP_RECV: Final = "/microserving/prep_recv"
 _REMOTE_SEND: Final = "/microserving/remote_send"
 _START_GENERATE: Final = "/microserving/start_generate"
+_MATCH_PREFIX: Final = "/microserving/match_prefix"
 _STREAM_FIELDS = wire.stream_fields()
 _encode: Final = msgspec.json.encode
 _LOAD_FIELDS = tuple(EngineLoad.__dataclass_fields__)
@@ -191,8 +192,7 @@ class HttpEngineClient(EngineClient):
     async def match_prefix(self, request: Request) -> int:
         if self.verbs_only:
             return 0
-        answer = await self._verb("match_prefix", request, {}, wire.MatchPrefixAnswer, _QUICK_S)
-        return answer.prefix_matched_length
+        return await self._ask(_MATCH_PREFIX, request, {}, verb_answers.prefix_matched_length, _QUICK_S)
 
     def while_answering(self, work: Awaitable[ResultT]) -> Coroutine[Any, Any, ResultT]:
         return self._http.while_answering(work)
@@ -264,24 +264,6 @@ class HttpEngineClient(EngineClient):
             request.encoded[model] = common
         return b"%b,%b" % (common, _encode(fields)[1:]) if fields else common + b"}"
 
-    async def _verb(
-        self,
-        verb: str,
-        request: Request,
-        fields: Mapping[str, object],
-        answer: type[AnswerT],
-        timeout_s: float,
-    ) -> AnswerT:
-        self._http.check_open()
-        try:
-            body = await self._http.post(_path(verb), self._body(request, fields), timeout_s=timeout_s)
-            result = self._answer(answer, body)
-        except EngineUnavailable as error:
-            self._failed(error)
-            raise
-        self._on_outcome(self, True)
-        return result
-
     async def _ask(
         self,
         path: str,
@@ -290,7 +272,7 @@ class HttpEngineClient(EngineClient):
         read: Callable[[bytes], ReplyT],
         timeout_s: float,
     ) -> ReplyT:
-        """As ``_verb``, for what every request needs. read: makes the reply out of the answer's bytes."""
+        """A verb that carries the request. read: makes the reply out of the answer's bytes, raising msgspec's errors."""
         http = self._http
         http.check_open()
         try:

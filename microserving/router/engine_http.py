@@ -90,9 +90,9 @@ class EngineHTTP:
         answer, _ = await self._probe("POST", path, b"{}", connect_timeout_s)
         return answer.status != HTTPStatus.NOT_FOUND
 
-    async def post(self, path: str, body: Mapping[str, Any] | bytes, *, timeout_s: float) -> dict[str, Any]:
+    async def post(self, path: str, body: Mapping[str, Any], *, timeout_s: float) -> dict[str, Any]:
         """The JSON object that answers ``body``. Raises as ``get``."""
-        return self._object(*await self._exchange("POST", path, _content(body), timeout_s))
+        return self._object(*await self._exchange("POST", path, dump(body), timeout_s))
 
     def fetch(
         self, path: str, body: bytes, *, timeout_s: float
@@ -105,7 +105,7 @@ class EngineHTTP:
         self, path: str, body: Mapping[str, Any], *, timeout_s: float
     ) -> dict[str, Any] | None:
         """As ``post``; None when the engine does not know ``path``."""
-        answer, content = await self._exchange("POST", path, _content(body), timeout_s)
+        answer, content = await self._exchange("POST", path, dump(body), timeout_s)
         return None if answer.status == HTTPStatus.NOT_FOUND else self._object(answer, content)
 
     async def open_stream(self, path: str, body: bytes, *, silence_s: float) -> Answer:
@@ -273,10 +273,6 @@ async def _read(answer: Answer) -> bytes:
         return await answer.read()
     finally:
         await answer.close()
-
-
-def _content(body: Mapping[str, Any] | bytes) -> bytes:
-    return body if isinstance(body, bytes) else dump(body)
 
 
 def _json_object(content: bytes) -> dict[str, Any] | None:

@@ -108,10 +108,7 @@ class Holdings:
         if engine not in claims and not (self._held and any(held is engine for held, _ in self._held)):
             claims.add(engine)
             self._in_flight[engine] += 1
-        held = self._engines.get(engine)
-        if held is None:
-            held = self._engines[engine] = HeldEngine(engine, self)
-        return held
+        return self.bind(engine)
 
     def unclaim(self) -> None:
         """No engine that was chosen and never asked counts any more. Idempotent."""
