@@ -32,6 +32,7 @@ class Choice:
     finish_reason: str | None = None
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[Any] = field(default_factory=list)
+    prompt_logprobs: list[Any] = field(default_factory=list)
     tool_calls: list[dict[str, str]] = field(default_factory=list)
 
 
@@ -128,6 +129,7 @@ def _whole(response: httpx.Response, path: str) -> Answer:
 def _of_whole(choice: dict[str, Any], path: str) -> Choice:
     known = Choice(finish_reason=choice["finish_reason"], token_ids=choice.get("token_ids", []))
     _add_logprobs(known, choice["logprobs"])
+    known.prompt_logprobs += choice.get("prompt_logprobs") or []
     if path == COMPLETIONS:
         known.text = choice["text"]
         return known
@@ -201,6 +203,7 @@ def _take(choices: dict[int, Choice], piece: dict[str, Any], path: str) -> None:
     known.finish_reason = piece["finish_reason"]
     known.token_ids += piece.get("token_ids", [])
     _add_logprobs(known, piece["logprobs"])
+    known.prompt_logprobs += piece.get("prompt_logprobs") or []
     if path == COMPLETIONS:
         known.text += piece["text"]
         shows: Any = piece["text"]
