@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from microserving.bench import svg
 from microserving.bench.measurement import INTERRUPTED, Measured
-from microserving.bench.report import Report, RunData, labels_of, latency
+from microserving.bench.report import Report, RunData, labels_of, latency, records_of
 from microserving.bench.statistics import percentile
 
 _PLOT_WIDTH, _PLOT_HEIGHT = 270.0, 170.0
@@ -71,8 +71,7 @@ def histogram(runs: Sequence[RunData], labels: Sequence[str]) -> str:
 
 def timeline(run: RunData) -> str:
     """A bar for each request of a run: waiting to be sent, until the first token, until the last one."""
-    records = [Measured.from_dict(dict(data)) for data in run["requests"]]
-    records = [record for record in records if record.sent is not None]
+    records = [record for record in records_of(run) if record.sent is not None]
     if not records:
         return ""
     for record in records:
@@ -133,8 +132,7 @@ def _shortened(label: str) -> str:
 
 
 def _counted(run: RunData) -> list[Measured]:
-    records = (Measured.from_dict(dict(data)) for data in run["requests"])
-    return [record for record in records if record.counted and record.ok]
+    return [record for record in records_of(run) if record.counted and record.ok]
 
 
 def _end_of(record: Measured) -> float:

@@ -125,12 +125,19 @@ class _Reading:
     def _take(self, event: str, now: float) -> None:
         try:
             chunk = json.loads(event)
-        except ValueError:
+        except (ValueError, RecursionError):
             raise FailedRequestError("a chunk is not JSON") from None
         if not isinstance(chunk, dict):
             raise FailedRequestError("a chunk is no object")
         if chunk.get("error"):
             raise FailedRequestError(_error_kind(chunk["error"]))
+        try:
+            self._read(chunk, now)
+        except (AttributeError, TypeError, ValueError):
+            raise FailedRequestError("a chunk is not as OpenAI has them") from None
+
+    def _read(self, chunk: Mapping[str, Any], now: float) -> None:
+        """Raises whatever reading it in another form than OpenAI's raises."""
         if isinstance(usage := chunk.get("usage"), dict):  # with or without choices, once or with each chunk
             self._count(usage)
         for choice in chunk.get("choices") or ():

@@ -5,8 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Iterator, Sequence
 
-from microserving.bench.measurement import Measured
-from microserving.bench.report import Report, RunData, latency
+from microserving.bench.report import Report, RunData, latency, records_of
 from microserving.bench.table import aligned, shown_s
 
 _COMPARED = (
@@ -63,8 +62,7 @@ def _rows(a: RunData, b: RunData) -> Iterator[tuple[str, ...]]:
 
 
 def _values(run: RunData, name: str) -> list[float]:
-    records = (Measured.from_dict(dict(data)) for data in run["requests"])
-    values = (getattr(record, name) for record in records if record.counted and record.ok)
+    values = (getattr(record, name) for record in records_of(run) if record.counted and record.ok)
     return [value for value in values if value is not None]
 
 

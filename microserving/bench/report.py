@@ -7,11 +7,14 @@ import shlex
 import sys
 import time
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from microserving.bench.experiment import Experiment, ExperimentSettings
 from microserving.bench.machine import machine, versions
+from microserving.bench.measurement import Measured
+from microserving.bench.statistics import Slo
 from microserving.bench.targets import Target
 from microserving.errors import ConfigError, StartupError
 
@@ -46,7 +49,7 @@ def make_report(
         "keep_load": load.keep_load,
         "max_concurrency": load.max_concurrency,
         "max_run_s": settings.max_run_s,
-        "slo": None if settings.slo is None else slo_text(settings),
+        "slo": None if settings.slo is None else _slo_s(settings.slo),
         "machine": machine(),
         "versions": versions(),
         "targets": [{"label": target.label, "model": target.model, **target.about} for target in targets],
@@ -54,11 +57,9 @@ def make_report(
     }
 
 
-def slo_text(settings: ExperimentSettings) -> dict[str, float]:
+def _slo_s(slo: Slo) -> dict[str, float]:
     """The objectives that there are, in seconds."""
-    slo = settings.slo
-    names = () if slo is None else slo.__dataclass_fields__
-    return {name: getattr(slo, name) for name in names if getattr(slo, name) is not None}
+    return {name: value for name, value in asdict(slo).items() if value is not None}
 
 
 def write_text(path: Path, text: str) -> None:
@@ -96,6 +97,11 @@ def read_report(path: Path) -> Report:
 def labels_of(runs: Sequence[RunData]) -> list[str]:
     """In the order of their first runs."""
     return list(dict.fromkeys(run["label"] for run in runs))
+
+
+def records_of(run: RunData) -> list[Measured]:
+    """All that was sent in a run."""
+    return [Measured.from_dict(dict(data)) for data in run["requests"]]
 
 
 def latency(run: RunData, name: str, figure: str) -> float | None:

@@ -84,10 +84,14 @@ class Target:
             ) from error
 
     async def prepare(self) -> None:
-        """Put its program in charge. Raises ConfigError when the router refuses it."""
+        """Put its program in charge. Raises ConfigError when the router refuses it, EngineUnavailable without one."""
         if self._program is None:
             return
-        answer = await self._admin.post("http://router/admin/program/deploy", json=dict(self._program.body))
+        body = dict(self._program.body)
+        try:
+            answer = await self._admin.post("http://router/admin/program/deploy", json=body)
+        except httpx.HTTPError as error:
+            raise EngineUnavailable(f"{self.label}: its router does not answer: {error}") from error
         if answer.status_code != 200:
             raise ConfigError(f"{self.label}: {answer.json()['error']['message']}")
 
