@@ -23,14 +23,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from microserving.errors import ConfigError, ProgramError
 from microserving.router.config import Setting
 from microserving.router.program_host import ProgramHost, Version
-from microserving.router.program_loader import (
-    MAX_PROGRAM_BYTES,
-    SHIPPED_DIR,
-    ProgramSource,
-    load_source,
-    read_program,
-    source_of,
-)
+from microserving.router.program_loader import MAX_PROGRAM_BYTES, load_source, read_program, source_of
 
 _logger = logging.getLogger(__name__)
 _MAX_FILE_BYTES = 64 * MAX_PROGRAM_BYTES
@@ -49,7 +42,8 @@ class _Configured(_Part):
 
 
 class _Kept(_Part):
-    """One version, with the settings that it was deployed with. source: its text; None for a shipped one."""
+    """One version, with the settings that it was deployed with. source: its text; None for a shipped one, of which another
+    release may bring another text."""
 
     version: int = Field(ge=1)
     since: float
@@ -171,16 +165,8 @@ def _kept(version: Version) -> _Kept | None:
     source = version.program.source
     if source is None:
         return None
-    path, text = _told(source)
-    told = {"version": version.number, "since": version.since, "path": path, "source": text}
-    return _Kept.model_validate(told | {"settings": dict(version.program.settings)})
-
-
-def _told(source: ProgramSource) -> tuple[str, str | None]:
-    """(path, text): a shipped program by its name alone, since another release may bring another text."""
-    if source.path.parent == SHIPPED_DIR:
-        return source.path.stem, None
-    return str(source.path), source.text.decode("utf-8")
+    told = {"version": version.number, "since": version.since, "source": None}
+    return _Kept.model_validate(told | source.deployment(version.program.settings))
 
 
 def _not_ours(status: os.stat_result) -> str | None:
