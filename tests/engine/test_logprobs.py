@@ -12,7 +12,7 @@ from microserving.engine.fake_runner import FakeRunner
 from microserving.engine.logprobs import ROWS_AT_ONCE, token_logprob
 from microserving.engine.runner import RunnerChunk, StepOutput
 from microserving.errors import InternalError, InvalidRequest
-from microserving.protocol.generation import SamplingParams, TokenLogprob
+from microserving.protocol.generation import Grammar, SamplingParams, TokenLogprob
 from microserving.protocol.logprobs import LOWEST
 
 from .harness import GREEDY, SEEDED, Node, Outcome, alone, hand_over, prompt_of
@@ -144,6 +144,39 @@ def test_a_resumed_output_repeats_none_and_misses_none() -> None:
         node.run()
         assert output_scores(rest) == output_scores(whole)[cut:]
         assert all(chunk.prompt_logprobs is None for chunk in rest.chunks)
+
+
+@pytest.mark.case("API-14")
+@pytest.mark.parametrize(
+    "sampling",
+    [
+        SEEDED,
+        SamplingParams(temperature=0.01, top_p=0.3, seed=4),
+        SamplingParams(top_k=1, logit_bias={101: -100.0}),
+    ],
+)
+def test_a_grammar_changes_no_score(sampling: SamplingParams) -> None:
+    """They are the model's, also of what it might not say: numbers all of them, through a resume too."""
+    prompt, letters = prompt_of(30), b"abcdef!"
+    more = {"grammar": Grammar("regex", "[a-f]{3,5}!"), "logprobs": 5}
+    node = Node(eos=(0,))
+    outcome = node.submit(prompt, 9, sampling, more=more)
+    node.run()
+    tokens = prompt + outcome.tokens
+    assert set(outcome.tokens) <= set(letters)
+    logits = FakeRunner().run([RunnerChunk(tokens, 0, range(64), logits=len(tokens))]).logits
+    scores = output_scores(outcome)
+    for position, found in enumerate(scores, len(prompt)):
+        same(found, expected(logits[position - 1], tokens[position], 5))
+    assert {token for score in scores for token, _ in score.top} - set(letters)
+    assert all(LOWEST <= value <= 0 for score in scores for _, value in score.top)
+    for cut in range(1, len(scores)):
+        rest = node.submit(
+            prompt, 9, sampling, more={**more, "resume_output_ids": tuple(outcome.tokens[:cut])}
+        )
+        node.run()
+        assert output_scores(rest) == scores[cut:]
+    node.assert_idle()
 
 
 @pytest.mark.case("API-17")
