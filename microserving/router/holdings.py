@@ -172,7 +172,7 @@ class Holdings:
         hold = self._held.get((engine, request.request_id))
         if received.lease_ttl_s is not None and hold is not None and "reservation" in hold.kinds:
             if self._renewals is None:
-                self._renewals = Renewals(alarms=self._alarms)
+                self._renewals = Renewals(self._alarms)
             hold.renewed = True
             self._renewals.start(engine, request, received.lease_ttl_s)
 

@@ -1,13 +1,13 @@
 """Keeps the reservations of one attempt alive for as long as it holds them.
 
-Owns the pause and the task of each reservation. Does not know what a reservation is for; ``holdings`` says when it begins and ends.
+Owns the pauses and the renewals of each reservation. Does not know what a reservation is for; ``holdings`` says when it
+begins and ends.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable
 
 from microserving.errors import EngineUnavailable, MicroservingError
 from microserving.program import EngineClient, Request
@@ -24,79 +24,67 @@ _Key = tuple[EngineClient, str]
 
 
 class Renewals:
-    """Used on the event loop only. The pause before the first renewal of a reservation is an alarm, because most
-    reservations are used long before; who brings a ``sleep`` of his own has a task from the start."""
+    """Used on the event loop only. A pause is an alarm, since most reservations are used before the first one is over."""
 
-    __slots__ = ("_alarms", "_ending", "_sleep", "_tasks", "_waiting")
+    __slots__ = ("_alarms", "_ending", "_kept")
 
-    def __init__(
-        self, sleep: Callable[[float], Awaitable[None]] | None = None, alarms: Alarms | None = None
-    ) -> None:
-        self._sleep = sleep or asyncio.sleep
-        self._alarms = Alarms() if alarms is None and sleep is None else alarms
-        self._tasks: dict[_Key, asyncio.Task[None]] = {}
-        self._waiting: set[_Key] = set()
+    def __init__(self, alarms: Alarms | None = None) -> None:
+        self._alarms = Alarms() if alarms is None else alarms
+        self._kept: dict[_Key, asyncio.Task[None] | None] = {}  # None: in a pause
         self._ending: set[asyncio.Task[None]] = set()
 
     def __len__(self) -> int:
         """Reservations that are being kept alive."""
-        return len(self._tasks) + len(self._waiting)
+        return len(self._kept)
 
     def start(self, engine: EngineClient, request: Request, lease_ttl_s: float) -> None:
         """Renew from now on. lease_ttl_s: what the engine said when it made the reservation."""
         self.stop(engine, request.request_id)
-        key = engine, request.request_id
-        if self._alarms is None:
-            self._tasks[key] = asyncio.create_task(self._keep(engine, request, lease_ttl_s))
-            return
-
-        def due() -> None:
-            self._waiting.discard(key)
-            self._tasks[key] = asyncio.create_task(self._keep(engine, request, lease_ttl_s, waited=True))
-
-        self._waiting.add(key)
-        when = asyncio.get_running_loop().time() + _pause_s(lease_ttl_s)
-        self._alarms.set((self, key), when, due)
+        self._pause(engine, request, lease_ttl_s)
 
     def stop(self, engine: EngineClient, request_id: str) -> None:
         """The reservation is used or given back. Idempotent."""
         key = engine, request_id
-        if key in self._waiting and self._alarms is not None:
-            self._waiting.discard(key)
+        if key not in self._kept:
+            return
+        task = self._kept.pop(key)
+        if task is None:
             self._alarms.unset((self, key))
-        task = self._tasks.pop(key, None)
-        if task is not None:
-            task.cancel()
-            self._ending.add(task)
-            task.add_done_callback(self._ending.discard)
+            return
+        task.cancel()
+        self._ending.add(task)
+        task.add_done_callback(self._ending.discard)
 
     async def close(self) -> None:
         """Stop all, and wait until no renewal is on its way any more. Idempotent."""
-        for engine, request_id in [*self._tasks, *self._waiting]:
+        for engine, request_id in list(self._kept):
             self.stop(engine, request_id)
         if self._ending:
             await asyncio.wait(self._ending)
 
-    async def _keep(
-        self, engine: EngineClient, request: Request, lease_ttl_s: float, *, waited: bool = False
-    ) -> None:
-        """Ends when the engine refuses or knows no renewal: the verbs then fail by themselves, if they do."""
-        while True:
-            if not waited:
-                await self._sleep(_pause_s(lease_ttl_s))
-            waited = False
-            try:
-                renewed = await engine.renew(request)
-            except MicroservingError as error:
-                _logger.warning(
-                    "%s did not renew the lease of request %s: %s", engine.id, request.request_id, error
-                )
-                if not isinstance(error, EngineUnavailable):
-                    return
-            else:
-                if renewed is None:
-                    return
-                lease_ttl_s = renewed
+    def _pause(self, engine: EngineClient, request: Request, lease_ttl_s: float) -> None:
+        """Until the next renewal."""
+        key = engine, request.request_id
+
+        def due() -> None:
+            self._kept[key] = asyncio.create_task(self._renew(engine, request, lease_ttl_s))
+
+        self._kept[key] = None
+        self._alarms.set((self, key), asyncio.get_running_loop().time() + _pause_s(lease_ttl_s), due)
+
+    async def _renew(self, engine: EngineClient, request: Request, lease_ttl_s: float) -> None:
+        """The last one when the engine refuses or knows no renewal: the verbs then fail by themselves, if they do."""
+        try:
+            renewed = await engine.renew(request)
+        except MicroservingError as error:
+            _logger.warning(
+                "%s did not renew the lease of request %s: %s", engine.id, request.request_id, error
+            )
+            renewed = lease_ttl_s if isinstance(error, EngineUnavailable) else None
+        if renewed is None:
+            del self._kept[engine, request.request_id]
+        else:
+            self._pause(engine, request, renewed)
 
 
 def _pause_s(lease_ttl_s: float) -> float:
