@@ -96,7 +96,7 @@ async def run_suite(targets: Sequence[Target], plan: Plan, console: Console) -> 
     style = replace(plan.style, prose=Prose(counter))
     estimate = estimate_s(plan.loads, len(targets), plan.settings)
     runs = len(plan.loads) * len(targets)
-    takes = "" if estimate is None else f", about {estimate / 60:.0f} min at least"
+    takes = "" if estimate is None else f", about {_shown_duration(estimate)} at least"
     console.line(f"{runs} runs{takes}; Ctrl-C ends them and shows what was measured")
 
     def make(target: Target, salt: str) -> Workload:
@@ -114,6 +114,10 @@ async def run_suite(targets: Sequence[Target], plan: Plan, console: Console) -> 
         sampling=sampling_of(style),
         seed=style.seed,
     )
+
+
+def _shown_duration(seconds: float) -> str:
+    return f"{seconds:.0f} s" if seconds < 120 else f"{seconds / 60:.0f} min"
 
 
 def _for_target(style: Style, target: Target, salt: str) -> Style:

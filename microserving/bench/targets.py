@@ -48,7 +48,8 @@ class Target:
         salted: bool = False,
         about: Mapping[str, Any] | None = None,
     ) -> None:
-        """salted: each run has a `cache_salt` of its own, so that none finds what another one left in a prefix cache.
+        """salted: each run has a `cache_salt` of its own, so that none finds what another one left in a prefix cache; so
+        too when ``connect`` finds a server of ours.
         about: what else the report says of it. Raises ConfigError for what is no URL."""
         self.label = label
         self.model = model
@@ -68,17 +69,20 @@ class Target:
         await self._admin.aclose()
 
     async def connect(self) -> None:
-        """Find out the model, unless it is known. Raises EngineUnavailable, ConfigError."""
-        if self.model is not None:
-            return
+        """Find out the model, unless it is known, and whether the server is one of ours, which know `cache_salt`. Raises
+        EngineUnavailable, ConfigError."""
         try:
             answer = await self._http.get(f"{self._root}/v1/models")
-            self.model = str(answer.json()["data"][0]["id"])
+            served = answer.json()["data"][0]
+            self.salted = self.salted or served.get("owned_by") == "microserving"
+            self.model = self.model or str(served["id"])
         except httpx.HTTPError as error:
             raise EngineUnavailable(
                 f"{self.label}: nobody answers at {self.about['url']}: {error}"
             ) from error
-        except (ValueError, KeyError, IndexError, TypeError) as error:
+        except (AttributeError, ValueError, KeyError, IndexError, TypeError) as error:
+            if self.model is not None:
+                return
             raise ConfigError(
                 f"{self.label}: /v1/models tells no model (status {answer.status_code}); name it with --model"
             ) from error

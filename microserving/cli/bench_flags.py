@@ -61,9 +61,15 @@ def add_workload_flags(group: argparse._ArgumentGroup) -> None:
         "--output", type=_parsed("lengths", "Lengths"), default="60", metavar="TOKENS",
         help="length of answers, likewise (default: 60)",
     )  # fmt: skip
-    group.add_argument("--prefix-tokens", type=_count, default=400, metavar="N", help="default: %(default)s")
-    group.add_argument("--prefixes", type=_count, default=4, metavar="N", help="default: %(default)s")
-    group.add_argument("--turns", type=_count, default=4, metavar="N", help="default: %(default)s")
+    group.add_argument(
+        "--prefix-tokens", type=_count, default=400, metavar="N", help="of each prefix (default: %(default)s)"
+    )
+    group.add_argument(
+        "--prefixes", type=_count, default=4, metavar="N", help="of shared-prefix (default: %(default)s)"
+    )
+    group.add_argument(
+        "--turns", type=_count, default=4, metavar="N", help="of a conversation (default: %(default)s)"
+    )
     group.add_argument(
         "--think",
         type=_not_negative,

@@ -57,7 +57,7 @@ class Served:
 class MockServer:
     """plans: of the requests in the order of their coming. one_at_a_time: as a server with one slot; the others wait.
 
-    stall: (begin, end) since ``start``: nothing leaves between them.
+    stall: (begin, end) since ``start``: nothing leaves between them. owned_by: what it says of its model.
     """
 
     def __init__(
@@ -68,6 +68,7 @@ class MockServer:
         stall: tuple[float, float] | None = None,
     ) -> None:
         self.served: list[Served] = []
+        self.owned_by = "somebody"
         self._plans = plans
         self._slot = asyncio.Semaphore(1 if one_at_a_time else 10**6)
         self._stall = stall
@@ -141,7 +142,7 @@ async def listening(server: MockServer) -> AsyncIterator[str]:
             while head := await reader.readuntil(b"\r\n\r\n"):
                 method, path = head.decode().split(" ")[:2]
                 if method == "GET":
-                    await _tell(writer, path)
+                    await _tell(writer, server, path)
                     continue
                 fields = dict(line.lower().split(b": ", 1) for line in head.strip().split(b"\r\n")[1:])
                 body = await reader.readexactly(int(fields[b"content-length"]))
@@ -156,10 +157,10 @@ async def listening(server: MockServer) -> AsyncIterator[str]:
         yield f"http://127.0.0.1:{listener.sockets[0].getsockname()[1]}/v1"
 
 
-async def _tell(writer: asyncio.StreamWriter, path: str) -> None:
-    """The model's name; nothing else is known."""
+async def _tell(writer: asyncio.StreamWriter, server: MockServer, path: str) -> None:
+    """The model's name and owner; nothing else is known."""
     known = path == "/v1/models"
-    body = b'{"data": [{"id": "mock"}]}' if known else b"{}"
+    body = b'{"data": [{"id": "mock", "owned_by": "%b"}]}' % server.owned_by.encode() if known else b"{}"
     writer.write(b"HTTP/1.1 %d x\r\ncontent-length: %d\r\n\r\n%b" % (200 if known else 404, len(body), body))
     await writer.drain()
 

@@ -262,7 +262,7 @@ def test_bench_against_an_address(
     assert cli.main(["bench", *targets, *load, *out]) == 0
     shown = capsys.readouterr()
     assert [line.split()[0] for line in shown.out.splitlines()[1:5]] == ["one", "two", "two", "one"]
-    assert "4 runs, about 1 min at least" in shown.err
+    assert "4 runs, about 33 s at least" in shown.err
     data = json.loads(files[0].read_text())
     assert [(r["label"], r["rate"]) for r in data["runs"]] == [
         ("one", 40),
@@ -286,6 +286,19 @@ def test_bench_against_an_address(
     assert Path(again).read_text() == files[1].read_text()
     assert cli.main(["bench", "compare", str(files[0]), str(files[0])]) == 0
     assert "1.000" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("model", [[], ["--model", "mock"]])
+def test_no_run_finds_the_prompts_of_another_one_in_the_cache_of_a_server_of_ours(
+    server: Background, model: list[str]
+) -> None:
+    server.server.owned_by = "microserving"
+    load = ["--concurrency", "1,2", "--requests", "2", "--warmup", "0", "--no-keep-load"]
+    for _ in range(2):
+        assert cli.main(["bench", "--base-url", server.url, *model, *load]) == 0
+    bodies = [served.body for served in server.server.served if served.body["max_tokens"] == 60]
+    salts = [body["cache_salt"] for body in bodies if not body["cache_salt"].startswith("try-")]
+    assert (len(salts), len(set(salts))) == (8, 4)
 
 
 def test_ctrl_c_keeps_what_was_measured(server: Background, tmp_path: Path) -> None:
