@@ -4,7 +4,8 @@ A POST to one of the app's ``endpoints`` is served past ASGI, by a ``DirectChann
 
 Owns: the bytes and headers of a request's head (431), bytes from which the parser makes nothing (431), how long a head
 or an unread rest of a body may take to arrive, and what follows a whole request that cannot be parsed. Uvicorn bounds
-none of these, and the parser keeps what it has not finished in memory. Does not know bodies (``exchange``).
+none of these, and the parser keeps what it has not finished in memory. Refuses (400) what the parser lets through but
+another parser on the way may read as something else: RFC 9112 3.2 and 6.1. Does not know bodies (``exchange``).
 
 An upgrade (websocket, h2c) is answered as plain HTTP, as RFC 9110 7.8 allows. Bytes that are not HTTP behind a request whose answer is still due get no answer of
 their own: the connection is closed after the one that is due.
@@ -13,7 +14,7 @@ their own: the connection is closed after the one that is due.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from http import HTTPStatus
 from typing import Any, Final, NoReturn, cast
 
@@ -28,9 +29,10 @@ MAX_HEAD_BYTES: Final = 64 * 2**10
 MAX_HEADERS: Final = 200
 """Fields of one request, trailers included."""
 HEAD_TIMEOUT_S: Final = 30.0
+_VERSIONS: Final = ("1.1", "1.0")
 
 
-class _HeadTooLargeError(Exception):
+class _HeadRefusedError(Exception):
     """Raised through the parser, which stops there."""
 
 
@@ -106,6 +108,8 @@ class BoundedHeadProtocol(HttpToolsProtocol):
         self._progressed = True
         if self._timer is not None:
             self._stop_timer()
+        if _is_ambiguous(self.headers, self.parser.get_http_version()):
+            raise _HeadRefusedError
         self._upgrading = self.parser.should_upgrade() and self.parser.get_method() != b"CONNECT"
         if self._upgrading:
             return
@@ -188,7 +192,7 @@ class BoundedHeadProtocol(HttpToolsProtocol):
 
     def _refuse_head(self) -> NoReturn:
         self._too_large = True
-        raise _HeadTooLargeError
+        raise _HeadRefusedError
 
     def _read_as_plain(self, behind: bytes) -> None:
         """Parse the request again without its wish for an upgrade. behind: what was read after its head."""
@@ -232,6 +236,20 @@ class BoundedHeadProtocol(HttpToolsProtocol):
             self.transport.close()
         else:
             self._end_after_answer()
+
+
+def _is_ambiguous(headers: Sequence[tuple[bytes, bytes]], version: str) -> bool:
+    """Whether another parser may find another host or another end of the request than we do.
+
+    The host: there is one, and HTTP/1.0 may do without. The end: of codings only ``chunked`` alone, and not in HTTP/1.0.
+    """
+    hosts = 0
+    for name, value in headers:
+        if name == b"host":
+            hosts += 1
+        elif name == b"transfer-encoding" and (version != "1.1" or value.lower() != b"chunked"):
+            return True
+    return (hosts != 1 and (version != "1.0" or hosts > 1)) or version not in _VERSIONS
 
 
 def _refusal(status: int) -> bytes:

@@ -215,9 +215,8 @@ def test_eight_clients_with_one_request_id_header() -> None:
         for i in range(8):
             data = json.dumps({"prompt": [i + 1] * 20, "user": "same", "max_tokens": 5}).encode()
             client = socket.create_connection(("127.0.0.1", engine.port))
-            head = (
-                f"POST /v1/completions HTTP/1.1\r\nx-request-id: same\r\ncontent-length: {len(data)}\r\n\r\n"
-            )
+            fields = f"host: x\r\nx-request-id: same\r\ncontent-length: {len(data)}\r\n"
+            head = f"POST /v1/completions HTTP/1.1\r\n{fields}\r\n"
             client.sendall(head.encode() + data)
             clients.append(client)
         for client in clients:
