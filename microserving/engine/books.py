@@ -176,10 +176,10 @@ class Books:
             return []
         return [self.end(task, InternalError("the model step failed"), publish=False)]
 
-    def _advance_generation(self, task: Generation, sampled: SampledToken | InternalError) -> list[Event]:
+    def _advance_generation(self, task: Generation, sampled: SampledToken | MicroservingError) -> list[Event]:
         if is_over(task):
             return []
-        if isinstance(sampled, InternalError):
+        if isinstance(sampled, MicroservingError):
             return [self.end(task, sampled, publish=False)]
         if sampled.token_id is not None:
             task.sequence.tokens.append(sampled.token_id)
@@ -244,7 +244,7 @@ def _failed_samples(batch: Sequence[Work], result: StepResult) -> list[TokenSequ
     """Whose sampling failed: what they computed may be wrong."""
     sampling = [work.task.sequence for work in batch if work.samples]
     pairs = zip(sampling, result.sampled, strict=not result.failed)
-    return [sequence for sequence, token in pairs if isinstance(token, InternalError)]
+    return [sequence for sequence, token in pairs if isinstance(token, MicroservingError)]
 
 
 def _nothing() -> None:

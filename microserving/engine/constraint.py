@@ -10,7 +10,16 @@ from collections.abc import Iterable
 import numpy as np
 import numpy.typing as npt
 
+from microserving.errors import InvalidRequest
 from microserving.grammar import GrammarError, Matcher
+
+
+def unusable_grammar() -> InvalidRequest:
+    """What a client is told of a GrammarError: no engine is at fault, and none does better."""
+    return InvalidRequest(
+        "the grammar cannot be used: nothing may follow the output so far, or it is too much work to find out what may",
+        param="grammar",
+    )
 
 
 class Constraint:

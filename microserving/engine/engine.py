@@ -22,7 +22,7 @@ import numpy as np
 
 from microserving.engine.books import Books, Event
 from microserving.engine.config import EngineConfig
-from microserving.engine.constraint import Constraint
+from microserving.engine.constraint import Constraint, unusable_grammar
 from microserving.engine.execution import Executor
 from microserving.engine.jobs import LoadSnapshot, Reservation, SendDone, SendJob
 from microserving.engine.logprobs import ROWS_AT_ONCE, PromptScores
@@ -32,7 +32,7 @@ from microserving.engine.runner import ModelRunner
 from microserving.engine.statistics import Timings
 from microserving.engine.tasks import Generation, OnChunk, OnSent, Send
 from microserving.engine.validation import check_generation, check_prompt, check_send
-from microserving.errors import InternalError, InvalidRequest, KVExhausted, MicroservingError
+from microserving.errors import InternalError, KVExhausted, MicroservingError
 from microserving.grammar import CompiledGrammar, GrammarCompiler, GrammarError
 from microserving.protocol.generation import GenerationRequest
 from microserving.protocol.microserving import resolve_index
@@ -335,8 +335,8 @@ class Engine:
         ends = stop_ids(request.stop, self._tokenizer.eos_token_ids)
         try:
             return Constraint(compiled.matcher(), ends, self._vocab_size, compiled.not_first)
-        except GrammarError as error:
-            raise InvalidRequest(f"the grammar cannot be used: {error}", param="grammar") from None
+        except GrammarError:
+            raise unusable_grammar() from None
 
     def _copy_for(self, lease: LeasedPages) -> None:
         """Raises InternalError; then the lease has ended."""

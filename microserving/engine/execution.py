@@ -20,7 +20,7 @@ from microserving.engine.logprobs import Logits
 from microserving.engine.runner import ModelRunner, RunnerChunk
 from microserving.engine.sampler import sample
 from microserving.engine.tasks import Generation, SampledToken, Send, Work
-from microserving.errors import InternalError
+from microserving.errors import InternalError, MicroservingError
 from microserving.scheduler import PageCopy
 
 logger = logging.getLogger(__name__)
@@ -34,7 +34,7 @@ class StepResult:
     """
 
     times: StepTimes
-    sampled: Sequence[SampledToken | InternalError] = ()
+    sampled: Sequence[SampledToken | MicroservingError] = ()
     puts: Sequence[StepTimes | None] = ()
     failed: bool = False
 
@@ -96,7 +96,7 @@ class Executor:
 
     def _results(
         self, batch: Sequence[Work], chunks: Sequence[RunnerChunk], logits: Logits
-    ) -> list[SampledToken | InternalError]:
+    ) -> list[SampledToken | MicroservingError]:
         """What becomes of the prompts and outputs. chunks: of the works that have tokens to compute."""
         works = [work for work in batch if work.chunk.length > 0]
         ends = list(itertools.accumulate(chunk.logits for chunk in chunks))
@@ -113,7 +113,7 @@ class Executor:
 
     def _sample(
         self, sampling: Sequence[tuple[Generation, int]], logits: Logits
-    ) -> list[SampledToken | InternalError]:
+    ) -> list[SampledToken | MicroservingError]:
         rows = [end - 1 for task, end in sampling if task.output.room]
         drawn = logits if len(rows) == len(logits) else logits[rows]
         asked = [task.sampling_row() for task, _ in sampling if task.output.room]

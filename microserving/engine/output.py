@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Final, Protocol
 
-from microserving.engine.constraint import Constraint
+from microserving.engine.constraint import Constraint, unusable_grammar
 from microserving.errors import InvalidRequest
 from microserving.grammar import GrammarError, GrammarTokenizer
 from microserving.protocol.generation import FinishReason, GenerationChunk, StopParams, TokenLogprob
@@ -116,7 +116,7 @@ class OutputProcessor:
         """Take the tokens that another engine has given out, text included: what comes next is what came next there.
 
         None, or the last chunk when the output ended with them: it holds no text and no tokens. Before any ``put``.
-        Raises InvalidRequest when the output had ended before the last of them.
+        Raises InvalidRequest when the output had ended before the last of them, or its grammar cannot go on.
         """
         reason: FinishReason | None = None
         for token_id in token_ids:
@@ -125,12 +125,7 @@ class OutputProcessor:
             chunk = self._resumed(token_id)
             reason = None if chunk is None else chunk.finish_reason
         self._unshown = []
-        if (
-            self.completion_tokens
-            and reason is None
-            and self.constraint is not None
-            and self.constraint.look()
-        ):
+        if self.completion_tokens and reason is None and self._nothing_follows():
             reason = "stop"
         return None if reason is None else self._chunk("", reason)
 
@@ -161,6 +156,13 @@ class OutputProcessor:
         if logprob is not None:
             self._unshown_logprobs.append(logprob)
         return self._take(token_id, look=True)
+
+    def _nothing_follows(self) -> bool:
+        """Whether the grammar lets nothing come but the end."""
+        try:
+            return self.constraint is not None and self.constraint.look()
+        except GrammarError:
+            raise unusable_grammar() from None
 
     def _resumed(self, token_id: int) -> GenerationChunk | None:
         try:

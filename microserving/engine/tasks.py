@@ -12,12 +12,14 @@ from dataclasses import dataclass, field
 import numpy as np
 import numpy.typing as npt
 
+from microserving.engine.constraint import unusable_grammar
 from microserving.engine.jobs import SendDone, SendJob, StepTimes
 from microserving.engine.logprobs import Logits, PromptScores, token_logprob
 from microserving.engine.output import OutputProcessor
 from microserving.engine.runner import RemotePut, RemoteTarget, RunnerChunk
 from microserving.engine.sampler import SamplingRow
 from microserving.errors import InternalError, MicroservingError
+from microserving.grammar import GrammarError
 from microserving.protocol.generation import GenerationChunk, SamplingParams
 from microserving.scheduler import Chunk, Sequence, SequenceState
 
@@ -83,9 +85,10 @@ class Generation:
         tokens, prompt_length = self.sequence.tokens, self.sequence.prompt_length
         return SamplingRow(self.sampling, tokens, prompt_length, allowed, self.output.forbidden)
 
-    def take(self, token: int | InternalError, logits: Logits) -> SampledToken | InternalError:
+    def take(self, token: int | InternalError, logits: Logits) -> SampledToken | MicroservingError:
         """Turn a sampled token into text. logits: those that it was drawn from, [vocabulary]. The wall: a fault in one
-        request's text or grammar ends only that request."""
+        request's text or grammar ends only that request. A grammar that does not say what follows is the request's
+        own fault, wherever it is tried."""
         if isinstance(token, InternalError):
             return token
         if (error := self._begin_output()) is not None:
@@ -93,13 +96,14 @@ class Generation:
         try:
             logprob = None if self.logprobs is None else token_logprob(logits, token, self.logprobs)
             return SampledToken(token, self.output.put(token, logprob))
+        except GrammarError as error:
+            logger.info("the grammar of request %s fails: %s", self.sequence.request_id, error)
+            return unusable_grammar()
         except Exception:
             logger.exception("token %d of request %s cannot be taken", token, self.sequence.request_id)
-            return InternalError(
-                "a token could not be turned into text, or what follows it is not to be found out"
-            )
+            return InternalError("a token could not be turned into text")
 
-    def end_of_prompt(self) -> SampledToken | InternalError:
+    def end_of_prompt(self) -> SampledToken | MicroservingError:
         """The prompt is computed, and no output is wanted."""
         return self._begin_output() or SampledToken(None, self.output.nothing())
 

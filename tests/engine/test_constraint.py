@@ -12,7 +12,7 @@ import pytest
 from microserving.engine.async_engine import AsyncEngine
 from microserving.engine.constraint import Constraint
 from microserving.engine.fake_runner import FakeRunner
-from microserving.errors import InternalError, InvalidRequest
+from microserving.errors import InvalidRequest
 from microserving.grammar import GrammarError, Matcher
 from microserving.protocol.generation import GenerationRequest, Grammar, SamplingParams, StopParams
 
@@ -190,10 +190,45 @@ def test_a_grammar_that_fails_ends_its_request_only(
 
     monkeypatch.setattr(Matcher, broken, failing)
     node.run()
-    assert isinstance(struck.error, InternalError)
+    assert isinstance(struck.error, InvalidRequest)
+    assert struck.error.param == "grammar"
     assert text_of(mate.tokens) == text_of(answer(OBJECT))
     assert len(free.tokens) == 20
-    assert [record.levelname for record in caplog.records] == ["ERROR"]
+    assert [record for record in caplog.records if record.levelname != "INFO"] == []
+    node.assert_idle()
+
+
+TOO_MANY = Grammar("lark", "start: " + " | ".join(f'"{number}"' for number in range(9000)))
+"""The parser has 2,000 places for what may stand in one place: where a number begins are more."""
+
+
+@pytest.mark.case("STR-05")
+def test_a_grammar_that_becomes_too_much_work_is_the_requests_fault() -> None:
+    """A router does not try it on other engines, nor think the less of them."""
+    node = Node(eos=(EOS,))
+    outcome, mate = ask(node, TOO_MANY), ask(node, WORDS)
+    node.run()
+    assert isinstance(outcome.error, InvalidRequest)
+    assert outcome.error.param == "grammar"
+    assert text_of(mate.tokens) == text_of(answer(WORDS))
+    node.assert_idle()
+
+
+def test_a_resume_whose_grammar_becomes_too_much_work_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    node, taken = Node(eos=(EOS,)), answer(WORDS)[:3]
+    real = Constraint.look
+    looks = []
+
+    def failing(self: Constraint) -> bool:
+        looks.append(self)
+        if len(looks) == 2:
+            raise GrammarError("too much work")
+        return real(self)
+
+    monkeypatch.setattr(Constraint, "look", failing)
+    with pytest.raises(InvalidRequest) as refused:
+        ask(node, WORDS, more={"resume_output_ids": tuple(taken)})
+    assert refused.value.param == "grammar"
     node.assert_idle()
 
 
@@ -202,7 +237,7 @@ def test_tokens_that_nothing_can_follow_end_the_request() -> None:
     node = Node(eos=(EOS,))
     outcome = ask(node, Grammar("regex", "abc"), stop_token_ids=(ord("b"),))
     node.run()
-    assert isinstance(outcome.error, InternalError)
+    assert isinstance(outcome.error, InvalidRequest)
     with pytest.raises(InvalidRequest):
         ask(node, Grammar("regex", "abc"), stop_token_ids=(ord("a"),))
     node.assert_idle()
