@@ -117,7 +117,8 @@ def test_a_stopping_router_lets_streams_finish_and_takes_no_more(caplog: pytest.
         go_on.set()
         assert (await running).text.endswith("data: [DONE]\n\n")
         await stopping
-        assert "waiting at most 30 s for running requests to finish: 1" in caplog.text
+        assert "waiting at most 30 s for running requests to finish" in caplog.text
+        assert "(told again: not at all): 1" in caplog.text
 
     with_router(scenario)
 
