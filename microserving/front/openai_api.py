@@ -139,8 +139,8 @@ class OpenAIFront:
         """
         headers = routing_headers(exchange.client_headers)
         timeout_s = remaining_s(exchange, fields.timeout)
-        grammar = await self._checked_grammar(fields, grammar)
-        requests = plan_generations(fields, prompts, limits, exchange.request_id, headers, timeout_s, grammar)
+        bound, param = await self._checked_grammar(fields, grammar)
+        requests = plan_generations(fields, prompts, limits, exchange.request_id, headers, timeout_s, bound)
         shape = make_shape(
             request_id=exchange.request_id,
             created=int(self._clock()),
@@ -153,18 +153,26 @@ class OpenAIFront:
         )
         usage = Usage(sum(map(len, prompts)), fields.candidates)
         concurrency = self.settings.max_concurrent_choices
-        if fields.stream:
-            await stream_answer(exchange, self._backend, requests, shape, usage, concurrency)
-        else:
-            await whole_answer(exchange, self._backend, requests, shape, usage, concurrency, fields.n)
+        try:
+            if fields.stream:
+                await stream_answer(exchange, self._backend, requests, shape, usage, concurrency)
+            else:
+                await whole_answer(exchange, self._backend, requests, shape, usage, concurrency, fields.n)
+        except InvalidRequest as error:
+            if error.param == "grammar":  # the backend's name for it
+                error.param = param
+            raise
 
-    async def _checked_grammar(self, fields: GenerationFields, grammar: Grammar | None) -> Grammar | None:
-        """What binds the choices; it can be compiled. Raises InvalidRequest, NoEngine, Overloaded."""
+    async def _checked_grammar(
+        self, fields: GenerationFields, grammar: Grammar | None
+    ) -> tuple[Grammar | None, str]:
+        """What binds the choices, which can be compiled, and the request's field that says so. Raises InvalidRequest,
+        NoEngine, Overloaded."""
         param = "tools"
         if grammar is None:
             bound = fields.constraint()
             if bound is None:
-                return None
+                return None, "grammar"
             grammar, param = bound
         if fields.ignore_eos:
             raise InvalidRequest(f"{param} and ignore_eos cannot be combined", param="ignore_eos")
@@ -172,7 +180,7 @@ class OpenAIFront:
         if grammars is None:  # the last engine has left meanwhile
             raise NoEngine("no engine is ready to serve this", retry_after_s=1)
         await grammars.compile_off_loop(grammar, param=param)
-        return grammar
+        return grammar, param
 
 
 async def stream_answer(
