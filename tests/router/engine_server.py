@@ -99,6 +99,7 @@ class EngineServer:
     answers: verb or path -> (status, JSON body, headers), instead of the usual one. thawed: while it is
     not set nothing is answered (frozen_by tells that a request met that). stream: what `start_generate` sends; an
     exception in it breaks the connection, an event is waited for. stream_left: a stream ended, or its client left.
+    heads: path and headers of every request.
     """
 
     def __init__(self, port: int = 0, keep_alive_s: int = 5, **info: Any) -> None:
@@ -113,6 +114,7 @@ class EngineServer:
         self.bodies: list[tuple[str, dict[str, Any]]] = []
         self.connections: set[tuple[str, int]] = set()
         self.requests: list[str] = []
+        self.heads: list[tuple[str, dict[str, str]]] = []
         self.stream_left = asyncio.Event()
         self.frozen_by = asyncio.Event()
         self._port = port
@@ -233,6 +235,7 @@ class EngineServer:
     async def _arrived(self, request: Request) -> None:
         assert request.client is not None
         self.requests.append(request.url.path)
+        self.heads.append((request.url.path, dict(request.headers)))
         self.connections.add((request.client.host, request.client.port))
         if not self.thawed.is_set():
             self.frozen_by.set()
