@@ -189,10 +189,9 @@ def run_status(options: argparse.Namespace) -> int:
     rows += [_row(version) for version in _with_rolled_back(status)]
     write_table(rows)
     if (last := status["last_rollback"]) is not None:
-        how = "automatically" if last["automatic"] else "by hand"
+        how, why = ("automatically", f": {last['reason']}") if last["automatic"] else ("by hand", "")
         sys.stdout.write(
-            f"\nversion {last['version']} ({last['name']}) was rolled back {how} at {_clock(last['at'])}: "
-            f"{last['reason']}\n"
+            f"\nversion {last['version']} ({last['name']}) was rolled back {how} at {_clock(last['at'])}{why}\n"
         )
     return 0
 

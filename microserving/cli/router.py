@@ -30,12 +30,12 @@ HELP_TEXTS = {
     "prep_recv_timeout_s": "seconds that a reservation may take",
     "stage_timeout_s": "longest silence of an engine within one verb or stream, in seconds",
     "release_timeout_s": "seconds that freeing what a request holds may take",
-    "request_timeout_s": "seconds until the deadline of a request that brings none; none by default",
+    "request_timeout_s": "seconds until the deadline of a request that brings none",
     "stall_timeout_s": "seconds that a program may neither ask an engine nor give output",
     "max_attempts": "attempts at a request in a row without a new token",
     "retry_budget_share": "retries of all requests, as a share of them",
     "retry_budget_burst": "retries beyond that share that may come at once",
-    "hedge_after_s": "seconds without output after which another engine is tried as well; never by default",
+    "hedge_after_s": "seconds without output after which another engine is tried as well",
     "cluster_secret_file": "file with the cluster's secret (16 bytes or more)",
     "api_key_file": "file with the API keys of clients, one a line, with or without a name before it",
     "engine_api_key_file": "file with the API key that the engines want",
@@ -46,7 +46,7 @@ HELP_TEXTS = {
     "admission": "what becomes of requests beyond that, or when all engines are full",
     "queue_size": "most requests that wait to be dispatched",
     "queue_timeout_s": "seconds that a request may wait to be dispatched",
-    "max_body_bytes": "largest request body; by default what the longest prompt of the model needs",
+    "max_body_bytes": "most bytes of a request's body",
     "write_timeout_s": "seconds that a client may not read before its stream is cut",
     "shutdown_timeout_s": "seconds that running requests may take to finish when the router is told to stop",
     "strict_fields": "refuse requests with unknown fields instead of naming them in a header",
@@ -62,6 +62,8 @@ HELP_TEXTS = {
 }
 OTHER_FORM = frozenset({"program_settings"})
 """Fields that are not a flag of the same name: ``--set``."""
+IN_FORCE = {"max_body_bytes": "what the longest prompt of the model needs", "hedge_after_s": "never"}
+"""Field whose default is None -> what then holds."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -69,7 +71,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "Start a router: an OpenAI server (/v1) that runs your program over engines.\n"
         "It needs no model and no GPU: the tokenizer comes from the engines."
     )
-    add_config_flags(parser, RouterConfig, HELP_TEXTS, skip=OTHER_FORM)
+    add_config_flags(parser, RouterConfig, HELP_TEXTS, skip=OTHER_FORM, in_force=IN_FORCE)
     add_set_flag(parser)
     parser.add_argument(
         "--check",

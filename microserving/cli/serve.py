@@ -44,7 +44,7 @@ HELP_TEXTS = {
     "runtime_dir": "private directory for the sockets between engines of one machine; all must name the same",
     "cache_dir": "where models, their packed weights and compiled code are kept",
     "strict_fields": "refuse requests with unknown fields instead of naming them in a header",
-    "max_body_bytes": "largest request body; by default what the longest prompt of the model needs",
+    "max_body_bytes": "most bytes of a request's body",
     "max_concurrent_per_client": "most requests at once of one API key (without keys: of one address)",
     "requests_per_minute": "most requests a minute of one API key (without keys: of one address)",
 }
@@ -67,6 +67,7 @@ def in_force() -> dict[str, object]:
         "served_model_name": "the model's own name",
         "max_context": "what the model was trained for",
         "chat_template": "the model's own",
+        "max_body_bytes": "what the longest prompt of the model needs",
         "runtime_dir": default_runtime_dir(),
         "cache_dir": default_cache_dir(),
         "shutdown_timeout_s": f"{DRAIN_S:g} on a hybrid engine, 0 on others: behind a router they go on elsewhere",

@@ -54,7 +54,7 @@ def test_every_command_has_help(run: Any, command: list[str]) -> None:
     ("command", "model", "texts", "skip", "in_force"),
     [
         ("serve", EngineConfig, serve.HELP_TEXTS, frozenset(), serve.in_force()),
-        ("router", RouterConfig, router.HELP_TEXTS, router.OTHER_FORM, {}),
+        ("router", RouterConfig, router.HELP_TEXTS, router.OTHER_FORM, router.IN_FORCE),
     ],
 )
 def test_every_field_is_a_flag_with_its_default(

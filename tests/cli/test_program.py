@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 import socket
 import socketserver
 import threading
@@ -222,11 +223,14 @@ def test_status_and_rollback(admin: Any, router: Router) -> None:
     assert lines[-1].startswith("version 3 (bad) was rolled back automatically at ")
     assert lines[-1].endswith(": 3 of its first 3 attempts failed")
     assert json.loads(admin("program", "status", "--json").out) == STATUS
+    by_hand = STATUS["last_rollback"] | {"automatic": False, "reason": "asked for"}
+    router.answer = (200, STATUS | {"last_rollback": by_hand})
+    assert re.search(r"rolled back by hand at [-:\d ]+\n$", admin("program", "status").out)
+    router.answer = (200, STATUS)
     assert admin("program", "rollback").out == "version 2 is in charge: mine (share=0.25, word=x)\n"
     assert json.loads(admin("program", "rollback", "--json").out) == STATUS
     assert [asked[:2] for asked in router.asked] == [
-        ("GET", "/admin/program"),
-        ("GET", "/admin/program"),
+        *[("GET", "/admin/program")] * 3,
         ("POST", "/admin/program/rollback"),
         ("POST", "/admin/program/rollback"),
     ]
