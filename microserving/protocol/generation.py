@@ -76,7 +76,8 @@ class GenerationChunk:
     point or half a stop string). token_ids: the tokens produced since the last chunk. finish_reason: set on the
     last chunk only. prompt_tokens, completion_tokens: running totals, exact on the last chunk. cached_tokens: how many of
     the prompt's tokens came out of a prefix cache (0 while unknown). logprobs: one for each of ``token_ids`` when they
-    were asked for. prompt_logprobs: one for each prompt token, None for the first, on the first chunk when they were asked for (not of a resumed request: they have been told).
+    were asked for. prompt_logprobs: one for each prompt token, None for the first, on the first chunk when they were
+    asked for (not of a resumed request: they have been told).
     """
 
     text: str

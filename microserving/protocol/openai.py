@@ -17,6 +17,7 @@ from pydantic import BeforeValidator, Field, PlainValidator, ValidationInfo, fie
 from microserving.protocol.body import WireModel, invalid
 from microserving.protocol.generation import SamplingParams, StopParams
 from microserving.protocol.logprobs import MAX_LOGPROBS
+from microserving.protocol.names import MAX_MODEL_NAME_CHARS
 from microserving.protocol.structured import StructuredFields
 
 INT32_MAX: Final = 2**31 - 1
@@ -42,6 +43,7 @@ DEFAULT_COMPLETION_TOKENS: Final = 16
 SMALLEST_TOP_P: Final = 1e-9
 """What `top_p: 0` means: only the most likely token is kept."""
 
+ModelName = Annotated[str, Field(min_length=1, max_length=MAX_MODEL_NAME_CHARS)]
 Prompt = str | list[int]
 PromptInput = str | list[str] | list[int] | list[list[int]]
 """OpenAI's four forms of `prompt`."""
@@ -145,7 +147,7 @@ class StreamOptions(WireModel):
 class GenerationFields(StructuredFields):
     """What both endpoints and the verbs share. The extensions have vLLM's names."""
 
-    model: Annotated[str, Field(min_length=1, max_length=MAX_NAME_CHARS)] | None = None
+    model: ModelName | None = None
     n: int = Field(1, ge=1, le=MAX_CHOICES_PER_PROMPT)
     max_tokens: int | None = Field(None, ge=0, le=INT32_MAX)
     min_tokens: int = Field(0, ge=0, le=INT32_MAX)

@@ -11,10 +11,7 @@ from pydantic import BaseModel, Field, PlainValidator, RootModel
 
 from microserving.protocol.body import WireModel, invalid
 from microserving.protocol.chat import ChatCompletionRequest
-from microserving.protocol.names import MAX_MODEL_NAME_CHARS
-from microserving.protocol.openai import token_ids
-
-ModelName = Annotated[str, Field(min_length=1, max_length=MAX_MODEL_NAME_CHARS)]
+from microserving.protocol.openai import ModelName, token_ids
 
 
 def _ids(value: Any) -> list[int]:
