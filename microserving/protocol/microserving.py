@@ -175,7 +175,8 @@ class MatchPrefixAnswer(WireModel):
 class EngineInfo(WireModel):
     """GET `/microserving/info`: what an engine is. transports: name -> public description.
 
-    aliases: further names of the model. cluster_secret_id: ``kv_descriptor.secret_id``: "" without a secret, None of engines that do not tell.
+    aliases: further names of the model. cluster_secret_id: ``kv_descriptor.secret_id``: "" without a secret, None of
+    engines that do not tell.
     """
 
     protocol_version: int

@@ -47,8 +47,8 @@ class HealthMonitor:
     """Probes the registry's peers. load_tokenizer: makes the tokenizer from an engine's JSON (``Tokenizer.from_dict``).
 
     ``model``, ``tokenizer`` and ``grammars`` are None until the first engine was reached; after that they stay, even
-    while no engine is up. served_model: the only one that an engine may serve, known from the start. tokenizer_dir: for engines
-    that cannot give theirs. Raises ModelLoadError when that holds none.
+    while no engine is up. served_model: the only one that an engine may serve; tokenizer_dir: for engines that cannot
+    give their tokenizer; both are known from the start. Raises ModelLoadError when that directory holds none.
     """
 
     def __init__(

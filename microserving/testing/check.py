@@ -42,9 +42,9 @@ Progress = Callable[[int, int], None]
 
 @dataclass(frozen=True, slots=True)
 class CheckSettings:
-    """cluster: how many prefill, decode and hybrid engines. requests: what is served in the runs with one request, one after the other;
-    each gets a deadline. faults: which ones are tried. pairs, crowds: runs with two faults, and with several requests at
-    once. seed: of what is drawn. engines: their sizes and latencies."""
+    """cluster: how many prefill, decode and hybrid engines. requests: what is served in the runs with one request, one
+    after the other; each gets a deadline. faults: which ones are tried. pairs, crowds: runs with two faults, and with
+    several requests at once. seed: of what is drawn. engines: their sizes and latencies."""
 
     cluster: tuple[int, int, int] = (2, 2, 0)
     requests: tuple[GenerationRequest, ...] = ()
