@@ -172,7 +172,7 @@ def _unless_refused(known: CompiledGrammar | str, param: str) -> CompiledGrammar
 
 
 def _one_line(message: str) -> str:
-    text = " ".join(message.split())
+    text = " ".join(message.split()).partition(" Enable 'coerce_one_of'")[0]  # no option of a request
     if text.startswith("panic"):
         return "it is not understood"
     return "".join(c if c.isprintable() else "?" for c in text)[:_MAX_MESSAGE_CHARS]

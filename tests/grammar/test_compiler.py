@@ -115,6 +115,12 @@ def test_what_would_stop_a_server_is_refused(grammar: Grammar) -> None:
         assert refused.value.message.isprintable()
 
 
+def test_a_refusal_names_no_option_that_a_request_cannot_set() -> None:
+    schema = '{"oneOf":[{"type":"integer"},{"type":"number"}]}'
+    with pytest.raises(InvalidRequest, match=r"oneOf constraints are not supported\.$"):
+        BYTES.compile(Grammar("json_schema", schema))
+
+
 def test_each_output_has_its_own_place() -> None:
     compiled = BYTES.compile(Grammar("regex", "a|bc"))
     first, second = compiled.matcher(), compiled.matcher()
