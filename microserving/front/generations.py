@@ -18,9 +18,12 @@ from microserving.errors import ContextLengthExceeded, DeadlineExceeded, Interna
 from microserving.front.backend import Backend
 from microserving.protocol.generation import GenerationChunk, GenerationRequest, Grammar
 from microserving.protocol.openai import UINT64_MAX, GenerationFields
+from microserving.protocol.sse import MAX_EVENT_BYTES
 
 MAX_SCORES: Final = 2**22
 """Log-probabilities in one answer: about 0.5 GB."""
+MAX_PROMPT_SCORES: Final = MAX_EVENT_BYTES // 48
+"""Log-probabilities of one prompt: an engine tells a router all of them in one event, each in 48 bytes at the most."""
 IndexedChunk = tuple[int, GenerationChunk]
 _GOLDEN = 0x9E3779B97F4A7C15
 
@@ -82,10 +85,11 @@ def grammar_of(fields: GenerationFields) -> Grammar | None:
 
 def check_logprobs(fields: GenerationFields, prompts: Sequence[Sequence[int]], limits: Sequence[int]) -> None:
     """Raises InvalidRequest when the answer would hold too many log-probabilities. A stream does not hold the output's."""
-    scores = 0 if fields.scored_prompt is None else (fields.scored_prompt + 1) * sum(map(len, prompts))
+    scored = [] if fields.scored_prompt is None else [(fields.scored_prompt + 1) * len(p) for p in prompts]
+    scores = sum(scored)
     if fields.output_logprobs is not None and not fields.stream:
         scores += (fields.output_logprobs + 1) * sum(limits)
-    if scores * fields.candidates > MAX_SCORES:
+    if scores * fields.candidates > MAX_SCORES or max(scored, default=0) > MAX_PROMPT_SCORES:
         raise InvalidRequest(
             "so many log-probabilities are too much for one answer: ask for fewer tokens, choices or logprobs",
             param="logprobs" if fields.output_logprobs is not None else "prompt_logprobs",
