@@ -1,7 +1,7 @@
 """The adaptive program on real engines: patterns and roles follow a workload that turns, and every answer stays right.
 
-Objectives are set once, from what these engines take for one request, and then the traffic alone decides: with long
-prompts and one token each only the first token can be late, with short prompts and long outputs only the others.
+Objectives are set once, to a quarter of what these engines take for one request, and then the traffic alone decides:
+with long prompts and one token each only the first token can be late, with short prompts and long outputs only the others.
 """
 
 from __future__ import annotations
@@ -100,8 +100,8 @@ def test_roles_follow_a_workload_that_turns(
     first_s = arrivals(url, LONG_PROMPTS[0])[1][0]
     _, times = arrivals(url, LONG_OUTPUTS[0])
     settings = {
-        "ttft_ms": 1000 * first_s / 2,
-        "itl_ms": 1000 * (times[-1] - times[0]) / LONG_OUTPUTS[0]["max_tokens"] / 2,
+        "ttft_ms": 1000 * first_s / 4,
+        "itl_ms": 1000 * (times[-1] - times[0]) / LONG_OUTPUTS[0]["max_tokens"] / 4,
         "quantile": 0.5,
         "interval_s": 0.2,
     }
