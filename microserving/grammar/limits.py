@@ -20,6 +20,8 @@ MAX_DEPTH: Final = 64
 MAX_TOTAL_DEPTH: Final = 1_000
 """Nesting when every ``$ref`` is followed once. The compiler recurses: at 3,000 it overflows a stack of 8 MiB."""
 MAX_NODES: Final = 32_768
+_COMPILER_OPTIONS: Final = "x-guidance"
+"""llguidance's key of a schema: it could, for one, let pass keywords that are not enforced."""
 
 
 def check_text(grammar: Grammar) -> None:
@@ -42,7 +44,9 @@ def check_limits(grammar: Grammar) -> None:
 
 
 def check_schema(schema: Any) -> None:
-    """Nesting, size and patterns of a JSON Schema. Raises ValueError."""
+    """Nesting, size and patterns of a JSON Schema, and that it says nothing to the compiler. Raises ValueError."""
+    if isinstance(schema, dict) and _COMPILER_OPTIONS in schema:
+        raise ValueError(f"{_COMPILER_OPTIONS!r} is not supported")
     targets: set[str] = set()
     total = _check_part(schema, targets)
     seen: set[str] = set()

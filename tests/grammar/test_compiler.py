@@ -121,6 +121,15 @@ def test_a_refusal_names_no_option_that_a_request_cannot_set() -> None:
         BYTES.compile(Grammar("json_schema", schema))
 
 
+def test_a_schema_cannot_relax_its_own_rules() -> None:
+    unknown = {"type": "object", "not": {"required": ["a"]}}
+    for options in ({"lenient": True}, {}, None):
+        with pytest.raises(InvalidRequest, match="x-guidance"):
+            BYTES.compile(Grammar("json_schema", json.dumps({**unknown, "x-guidance": options})))
+    named = {"type": "object", "properties": {"x-guidance": {"const": 1}}, "required": ["x-guidance"]}
+    assert walk(Grammar("json_schema", json.dumps(named)), b'{"x-guidance":1}')
+
+
 def test_each_output_has_its_own_place() -> None:
     compiled = BYTES.compile(Grammar("regex", "a|bc"))
     first, second = compiled.matcher(), compiled.matcher()
