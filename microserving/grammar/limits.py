@@ -37,16 +37,17 @@ def check_limits(grammar: Grammar) -> None:
     if grammar.kind == "regex":
         check_regex_size(grammar.text)
     elif grammar.kind == "json_schema":
-        check_schema(_parsed(grammar.text))
+        schema = _parsed(grammar.text)
+        if isinstance(schema, dict) and _COMPILER_OPTIONS in schema:
+            raise ValueError(f"{_COMPILER_OPTIONS!r} is not supported")
+        check_schema(schema)
     elif grammar.kind == "lark":
         for schema in check_lark_text(grammar.text):
             check_schema(schema)
 
 
 def check_schema(schema: Any) -> None:
-    """Nesting, size and patterns of a JSON Schema, and that it says nothing to the compiler. Raises ValueError."""
-    if isinstance(schema, dict) and _COMPILER_OPTIONS in schema:
-        raise ValueError(f"{_COMPILER_OPTIONS!r} is not supported")
+    """Nesting, size and patterns of a JSON Schema. Raises ValueError."""
     targets: set[str] = set()
     total = _check_part(schema, targets)
     seen: set[str] = set()
