@@ -89,6 +89,7 @@ def _output_form(
     return OutputForm(
         tools=[tool.name for tool in fields.offered_tools],
         several=fields.several_calls,
+        only_calls=bool(fields.forced_tools),
         calls=tool_call_format(tokenizer.tool_call_format, template),
         reasoning=reasoning,
         thinks_already=reasoning != "none" and _thinks_already(fields, tokenizer, prompt),

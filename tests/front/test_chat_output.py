@@ -58,6 +58,20 @@ def tools(form: ToolCallFormat, text: str, **options: Any) -> Message:
     return read(OutputForm(tools=TOOLS, calls=form, **options), [text])
 
 
+@pytest.mark.parametrize("form", ["hermes", "llama3", "mistral"])
+def test_a_forced_call_that_is_cut_shows_none_of_its_marks(form: ToolCallFormat) -> None:
+    marks = {
+        "hermes": '<tool_call>\n{"name": "f", ',
+        "llama3": '{"name": "f", ',
+        "mistral": '[TOOL_CALLS] [{"name": "f", ',
+    }
+    text = marks[form] + ('"parameters"' if form == "llama3" else '"arguments"') + ': {"a": 1'
+    for end in range(len(text) + 1):
+        message = tools(form, text[:end], only_calls=True)
+        assert message.content == ""
+        assert message.calls in ([], [["f", text[text.rindex("{") : end]]])
+
+
 HERMES = '<tool_call>\n{"name": "f", "arguments": {"a": [1, "}<tool_call>"], "b": "\\"]"}}\n</tool_call>'
 HERMES_TWO = f'I look.\n\n{HERMES}\n<tool_call>\n{{"name": "g", "arguments": {{}}}}\n</tool_call>\n'
 LLAMA = '{"name": "f", "parameters": {"a": "{"}}; {"name": "get_weather", "parameters": {}}'
