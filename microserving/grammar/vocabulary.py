@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from microserving.errors import ModelLoadError
-from microserving.tokenizer.library_wall import raising
+from microserving.tokenizer.panics import raising
 
 
 class GrammarTokenizer(Protocol):

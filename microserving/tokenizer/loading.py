@@ -13,7 +13,7 @@ from microserving.model_files.gguf import GGUFMetadata
 from microserving.model_files.mapped_file import read_bytes, read_json
 from microserving.model_files.resolved_model import ResolvedModel
 from microserving.tokenizer import gguf_vocabulary
-from microserving.tokenizer.library_wall import raising
+from microserving.tokenizer.panics import raising
 from microserving.tokenizer.tokenizer import Tokenizer, TokenizerFacts
 
 MAX_TEMPLATE_BYTES = 2**20

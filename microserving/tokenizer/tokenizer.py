@@ -16,7 +16,7 @@ from tokenizers import Tokenizer as Library
 
 from microserving.errors import ContextLengthExceeded, InvalidRequest, ModelLoadError
 from microserving.tokenizer.chat_template import ChatTemplate, Messages, TemplateUnusableError
-from microserving.tokenizer.library_wall import raising
+from microserving.tokenizer.panics import raising
 from microserving.tokenizer.pieces import IncrementalDetokenizer, Pieces
 from microserving.tokenizer.text_bound import text_bound
 

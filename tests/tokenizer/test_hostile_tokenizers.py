@@ -12,7 +12,7 @@ from microserving.errors import InvalidRequest, ModelLoadError
 from microserving.model_files import open_model
 from microserving.tokenizer import Tokenizer
 from microserving.tokenizer.chat_template import ChatTemplate
-from microserving.tokenizer.library_wall import raising
+from microserving.tokenizer.panics import raising
 from tests.fuzz.targets import CHATML, PIECES, TOKENS, tokenizer_document, vocabulary_pairs
 from tests.reference.model_builder import tiny_gguf, write_tiny_hf
 
