@@ -33,8 +33,7 @@ from microserving.front.cors import Cors
 from microserving.front.settings import BodyLimits, FrontSettings
 from microserving.observability import request_id_scope
 from microserving.protocol.body import MAX_VALUES
-from microserving.protocol.responses import dump
-from microserving.protocol.sse import DONE_EVENT, encode_event
+from microserving.protocol.responses import dump, error_event
 
 _logger = logging.getLogger(__name__)
 _UNPRINTABLE = re.compile(r"[^\x21-\x7e]")
@@ -54,7 +53,8 @@ _STREAM_HEADERS = (
 class Exchange:
     """What a handler works with. request_id: made here, unique. headers: of the answer, may be added to before it
     begins. max_values: JSON values that the body may hold. client_headers: of the request, names in lower case. arrived:
-    by ``time.monotonic``. The answer is either one ``reply`` or a stream (``send_events`` ..., then ``end_stream``)."""
+    by ``time.monotonic``. error_event: how an error is told in a stream. The answer is either one ``reply`` or a stream
+    (``send_events`` ..., then ``end_stream``)."""
 
     request_id: str
     body: bytes
@@ -63,6 +63,7 @@ class Exchange:
     max_values: int = MAX_VALUES
     client_headers: Sequence[tuple[bytes, bytes]] = ()
     arrived: float = field(default_factory=time.monotonic, init=False)
+    error_event: Callable[[MicroservingError], bytes] = field(default=error_event, init=False)
     streaming: bool = field(default=False, init=False)
     _replied: bool = field(default=False, init=False)
 
@@ -76,31 +77,30 @@ class Exchange:
     async def reply_json(self, value: Any, *, status: int = 200) -> None:
         await self.reply(dump(value), status=status)
 
-    async def send_events(self, events: Sequence[bytes]) -> None:
-        """Stream the data of some events; the first call also sends the headers."""
+    async def send_events(self, events: bytes) -> None:
+        """Stream some events, encoded; the first call also sends the headers."""
         if not self.streaming:
             self.streaming = True
             await self._channel.begin_stream([*_STREAM_HEADERS, *self.headers])
-        await self._write(b"".join(map(encode_event, events)))
+        await self._write(events)
 
     def send_event(self, event: bytes) -> Awaitable[None] | None:
-        """Stream an event that is encoded; one has been sent before. None: there is nothing to wait for."""
+        """The same, when events have been sent before. None: there is nothing to wait for."""
         return self._channel.write_soon(event)
 
-    async def end_stream(self) -> None:
-        """The end marker and the end of the answer."""
+    async def end_stream(self, events: bytes) -> None:
+        """The last events and the end of the answer."""
         self._replied = True
-        await self._write(DONE_EVENT, more=False)
+        await self._write(events, more=False)
 
     async def fail(self, error: MicroservingError) -> None:
-        """Answer with ``error``: a status and a body, or one last event (without end marker) in a stream."""
+        """Answer with ``error``: a status and a body, or the last event (without end marker) in a stream."""
         if self._replied:
             return
-        body = dump(error_body(error))
         if self.streaming:
-            self._replied = True
-            await self._write(encode_event(body), more=False)
+            await self.end_stream(self.error_event(error))
         else:
+            body = dump(error_body(error))
             await self.reply(body, status=http_status(error), headers=error_headers(error))
 
     async def _write(self, data: bytes, *, more: bool = True) -> None:

@@ -192,6 +192,7 @@ async def stream_answer(
     concurrency: int,
 ) -> None:
     """Stream the chunks of all ``requests``; nothing is sent before the first one has come."""
+    exchange.error_event = shape.error_event
     show = _Shown(exchange, shape, usage)
     if len(requests) == 1:
         order, chunks = ChunkOrder(requests[0]), backend.generate(requests[0])
@@ -208,10 +209,7 @@ async def stream_answer(
             async for index, chunk in indexed:
                 if (sending := show.chunk(index, chunk)) is not None:
                     await sending
-    last = shape.usage_chunk(usage)
-    if last is not None:
-        await exchange.send_events([last])
-    await exchange.end_stream()
+    await exchange.end_stream(shape.last_events(usage))
 
 
 class _Shown:
@@ -230,7 +228,7 @@ class _Shown:
         return self._other(index, chunk)
 
     async def _other(self, index: int, chunk: GenerationChunk) -> None:
-        events = self._shape.chunks(index, chunk, first=index not in self._started)
+        events = self._shape.events(index, chunk, first=index not in self._started)
         if events:
             self._started.add(index)
             await self._exchange.send_events(events)

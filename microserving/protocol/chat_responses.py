@@ -12,7 +12,7 @@ from typing import Any, Protocol
 
 from microserving.protocol.generation import FinishReason, GenerationChunk, TokenLogprob
 from microserving.protocol.logprobs import TokenTexts, chat_logprobs
-from microserving.protocol.responses import AnswerShape, FinishedChoice
+from microserving.protocol.responses import ChoicesShape, FinishedChoice
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,7 +79,7 @@ class _Choice:
     logprobs: list[TokenLogprob] = field(default_factory=list)
 
 
-class ChatShape(AnswerShape):
+class ChatShape(ChoicesShape):
     """`chat.completion`, and its chunks. make_reader: of each choice; None = all text is the answer."""
 
     id_prefix = "chatcmpl"

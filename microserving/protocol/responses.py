@@ -1,7 +1,7 @@
 """OpenAI's answers, as bytes. Streamed chunks take a fast path: the constant head is encoded once per request.
 
-Owns what every answer has (head, usage block), the shapes of `text_completion` and the model list; ``chat_responses``
-has the chat's. Does not know where text comes from.
+Owns what a shape is, what answers with choices have (head, usage block), the shapes of `text_completion` and the model
+list; ``chat_responses`` has the chat's. Does not know where text comes from.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from typing import Any, ClassVar, Final, Literal
 import msgspec
 from pydantic import BaseModel
 
+from microserving.errors import MicroservingError, error_body
 from microserving.protocol.generation import FinishReason, GenerationChunk, TokenLogprob
 from microserving.protocol.logprobs import (
     CompletionLogprobs,
@@ -24,6 +25,7 @@ from microserving.protocol.logprobs import (
     prompt_logprobs,
     to_wire,
 )
+from microserving.protocol.sse import DONE_EVENT, encode_event
 
 _ENCODER: Final = json.JSONEncoder(ensure_ascii=False, allow_nan=False, separators=(",", ":"))
 _encode: Final = msgspec.json.encode
@@ -74,8 +76,40 @@ class FinishedChoice:
     prompt_logprobs: tuple[TokenLogprob | None, ...] | None = None
 
 
+def error_event(error: MicroservingError) -> bytes:
+    """The event that a stream of choices ends with when it has failed: the body of an error answer."""
+    return encode_event(dump(error_body(error)))
+
+
 class AnswerShape(ABC):
-    """One request's answers: its id, creation time and model name are constant over all of its chunks.
+    """How one request is answered: whole (``answer``), or with a stream of events, which are told here as they are sent.
+    Holds what a stream has said."""
+
+    @abstractmethod
+    def events(self, index: int, chunk: GenerationChunk, *, first: bool) -> bytes:
+        """The events of one piece of choice ``index``; ``first``: nothing of this choice was sent before. Empty when the
+        piece shows nothing."""
+
+    @abstractmethod
+    def next_event(self, index: int, chunk: GenerationChunk) -> bytes | None:
+        """The event of a piece in the middle of choice ``index``, as it nearly always is; None when it is another one,
+        which needs ``events``."""
+
+    @abstractmethod
+    def last_events(self, usage: Usage) -> bytes:
+        """The end of a stream in which every choice has ended."""
+
+    def error_event(self, error: MicroservingError) -> bytes:
+        """The end of a stream that has begun and cannot go on."""
+        return error_event(error)
+
+    @abstractmethod
+    def answer(self, choices: Sequence[FinishedChoice], usage: Usage) -> bytes:
+        """The whole answer of a request that is not streamed."""
+
+
+class ChoicesShape(AnswerShape):
+    """Answers with `choices`: their id, creation time and model name are constant over all chunks.
 
     model: as the request named it. fingerprint: `system_fingerprint`, "" = none. token_ids: whether choices carry
     `token_ids` (`return_token_ids`). logprobs: with how many of the likeliest tokens each token is shown, None = no
@@ -128,9 +162,10 @@ class AnswerShape(ABC):
         choices = self._choices(index, chunk, first)
         return [b"%b[%b]%b" % (self._head, _encode(choice), self._tail) for choice in choices]
 
+    def events(self, index: int, chunk: GenerationChunk, *, first: bool) -> bytes:
+        return b"".join(map(encode_event, self.chunks(index, chunk, first=first)))
+
     def next_event(self, index: int, chunk: GenerationChunk) -> bytes | None:
-        """The event of a piece in the middle of choice ``index``, as it nearly always is; None when it is another one,
-        which needs ``chunks``."""
         if not chunk.text or chunk.finish_reason is not None or not self._only_text:
             return None
         parts = self._around.get(index)
@@ -150,8 +185,11 @@ class AnswerShape(ABC):
             return None
         return self._head + b'[],"usage":' + dump(usage.body()) + b"}"
 
+    def last_events(self, usage: Usage) -> bytes:
+        last = self.usage_chunk(usage)
+        return DONE_EVENT if last is None else encode_event(last) + DONE_EVENT
+
     def answer(self, choices: Sequence[FinishedChoice], usage: Usage) -> bytes:
-        """The whole answer of a request that is not streamed."""
         return _encode(
             {
                 **self._constants,
@@ -187,7 +225,7 @@ class EchoedPrompt:
     token_ids: Sequence[int]
 
 
-class CompletionShape(AnswerShape):
+class CompletionShape(ChoicesShape):
     """`text_completion`, whole and streamed.
 
     echo: the prompts that choices begin with (`echo`), each of ``choices_per_prompt``; none = they do not.

@@ -11,16 +11,16 @@ from openai.types.chat import ChatCompletion, ChatCompletionChunk
 
 from microserving.protocol.chat_responses import ChatShape
 from microserving.protocol.generation import GenerationChunk
-from microserving.protocol.responses import AnswerShape, CompletionShape, FinishedChoice, Usage, dump
+from microserving.protocol.responses import ChoicesShape, CompletionShape, FinishedChoice, Usage, dump
 
-SHAPES: dict[str, type[AnswerShape]] = {"completion": CompletionShape, "chat": ChatShape}
+SHAPES: dict[str, type[ChoicesShape]] = {"completion": CompletionShape, "chat": ChatShape}
 
 
-def shape(kind: str, *, usage: bool = False, ids: bool = False) -> AnswerShape:
+def shape(kind: str, *, usage: bool = False, ids: bool = False) -> ChoicesShape:
     return SHAPES[kind](request_id="id-1", created=7, model='m"é', include_usage=usage, token_ids=ids)
 
 
-def chunks(answer: AnswerShape, *pieces: GenerationChunk) -> list[dict[str, Any]]:
+def chunks(answer: ChoicesShape, *pieces: GenerationChunk) -> list[dict[str, Any]]:
     return [json.loads(e) for i, piece in enumerate(pieces) for e in answer.chunks(0, piece, first=i == 0)]
 
 
