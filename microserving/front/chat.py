@@ -1,9 +1,9 @@
-"""`/v1/chat/completions`: the handler, on the shared way to an answer (``openai_api``)."""
+"""`/v1/chat/completions`, and the way from any API's chat to its answer, on the shared one (``openai_api``)."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, Final
 
@@ -16,8 +16,10 @@ from microserving.front.exchange import Exchange
 from microserving.front.generations import check_vocabulary, resolve_max_tokens
 from microserving.front.openai_api import OpenAIFront, off_loop, parse_request
 from microserving.protocol.chat import ChatCompletionRequest
+from microserving.protocol.chat_fields import ChatFields
 from microserving.protocol.chat_responses import ChatShape
 from microserving.protocol.generation import Grammar
+from microserving.protocol.responses import AnswerShape
 from microserving.tokenizer import Tokenizer
 
 _TAIL_TOKENS: Final = 16
@@ -32,6 +34,13 @@ class ChatFront:
 
     async def chat_completions(self, exchange: Exchange) -> None:
         fields = parse_request(exchange, ChatCompletionRequest, strict=self._front.settings.strict_fields)
+        await self.answer(exchange, ChatShape, fields)
+
+    async def answer(
+        self, exchange: Exchange, make_shape: Callable[..., AnswerShape], fields: ChatFields
+    ) -> None:
+        """Answer the chat of ``fields`` in the shape. make_shape: its constructor; it gets a ``make_reader``. Errors name
+        the fields as `/v1/chat/completions` does."""
         model, tokenizer = await self._front.served(fields.model)
         check_vocabulary(fields, tokenizer.vocab_size)
         messages, options = fields.template_messages(), fields.template_options
@@ -51,11 +60,11 @@ class ChatFront:
         grammar = _grammar(fields, tokenizer)
         constrained = grammar is not None or fields.constraint() is not None
         form = _output_form(fields, tokenizer, prompt, constrained=constrained)
-        shape = partial(ChatShape, make_reader=form.make_reader)
+        shape = partial(make_shape, make_reader=form.make_reader)
         await self._front.answer(exchange, shape, fields, model, [prompt], [limit], grammar)
 
 
-def _grammar(fields: ChatCompletionRequest, tokenizer: Tokenizer) -> Grammar | None:
+def _grammar(fields: ChatFields, tokenizer: Tokenizer) -> Grammar | None:
     """What the output must match for the sake of its tools; None when they ask for nothing, whatever else does.
 
     Raises InvalidRequest for a form of answers that cannot stand beside calls.
@@ -81,7 +90,7 @@ def _schema(grammar: Grammar, param: str) -> dict[str, Any]:
 
 
 def _output_form(
-    fields: ChatCompletionRequest, tokenizer: Tokenizer, prompt: Sequence[int], *, constrained: bool
+    fields: ChatFields, tokenizer: Tokenizer, prompt: Sequence[int], *, constrained: bool
 ) -> OutputForm:
     """constrained: the output matches a grammar from its first token, so that it has no thoughts."""
     template = tokenizer.chat_template
@@ -96,10 +105,10 @@ def _output_form(
     )
 
 
-def _thinks_already(fields: ChatCompletionRequest, tokenizer: Tokenizer, prompt: Sequence[int]) -> bool:
+def _thinks_already(fields: ChatFields, tokenizer: Tokenizer, prompt: Sequence[int]) -> bool:
     """Whether the prompt ends within the assistant's thoughts."""
-    if fields.continue_final_message:
-        text = fields.messages[-1].content or ""
-        return text.rfind(OPEN) > text.rfind(CLOSE)
+    begun = fields.begun_answer
+    if begun is not None:
+        return begun.rfind(OPEN) > begun.rfind(CLOSE)
     tail = tokenizer.decode(prompt[-_TAIL_TOKENS:], skip_special_tokens=False)
     return tail.rstrip().endswith(OPEN)
