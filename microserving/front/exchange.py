@@ -84,9 +84,10 @@ class Exchange:
             await self._channel.begin_stream([*_STREAM_HEADERS, *self.headers])
         await self._write(events)
 
-    def send_event(self, event: bytes) -> Awaitable[None] | None:
+    @property
+    def send_event(self) -> Callable[[bytes], Awaitable[None] | None]:
         """The same, when events have been sent before. None: there is nothing to wait for."""
-        return self._channel.write_soon(event)
+        return self._channel.write_soon
 
     async def end_stream(self, events: bytes) -> None:
         """The last events and the end of the answer."""

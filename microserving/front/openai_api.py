@@ -217,14 +217,16 @@ class _Shown:
 
     def __init__(self, exchange: Exchange, shape: AnswerShape, usage: Usage) -> None:
         self._exchange = exchange
+        self._send = exchange.send_event
         self._shape = shape
+        self._next_event = shape.next_event
         self._usage = usage
         self._started: set[int] = set()
 
     def chunk(self, index: int, chunk: GenerationChunk) -> Awaitable[None] | None:
         """Send it; what is to be awaited, if anything."""
-        if index in self._started and (event := self._shape.next_event(index, chunk)) is not None:
-            return self._exchange.send_event(event)
+        if index in self._started and (event := self._next_event(index, chunk)) is not None:
+            return self._send(event)
         return self._other(index, chunk)
 
     async def _other(self, index: int, chunk: GenerationChunk) -> None:

@@ -97,14 +97,16 @@ class GenerationStreamReader:
     def _take(self, choice: _Choice) -> list[GenerationChunk]:
         token_ids, reason = choice.token_ids or (), choice.finish_reason
         self._received_tokens += len(token_ids)
+        scores, prompt_scores = choice.token_logprobs, choice.prompt_token_logprobs
         chunk = GenerationChunk(
             choice.text or "",
             token_ids,
             None if reason is None else _finish_reason(reason),
             self.prompt_tokens,
             self.resumed_tokens + self._received_tokens,
-            logprobs=tuple(map(from_wire, choice.token_logprobs or ())),
-            prompt_logprobs=_scores(choice.prompt_token_logprobs),
+            0,
+            tuple(map(from_wire, scores)) if scores else (),
+            None if prompt_scores is None else _scores(prompt_scores),
         )
         if self._finished:
             raise EngineUnavailable("the engine went on after the finish reason")
@@ -138,8 +140,8 @@ def _finish_reason(value: str) -> FinishReason:
     return known
 
 
-def _scores(tokens: list[WireLogprob | None] | None) -> tuple[TokenLogprob | None, ...] | None:
-    return None if tokens is None else tuple(None if token is None else from_wire(token) for token in tokens)
+def _scores(tokens: list[WireLogprob | None]) -> tuple[TokenLogprob | None, ...]:
+    return tuple(None if token is None else from_wire(token) for token in tokens)
 
 
 def _with_usage(chunk: GenerationChunk, usage: _Usage) -> GenerationChunk:

@@ -44,9 +44,13 @@ class SSEParser:
 
         Raises EngineUnavailable when one event is longer than the limit (the peer is not what we think it is).
         """
-        if self._at_rest and (plain := _plain_events(chunk, self._max_event_bytes)) is not None:
-            self._at_start = False
-            return plain
+        if self._at_rest and chunk.startswith(_DATA) and chunk.endswith(b"\n\n") and b"\r" not in chunk:
+            line_ends = chunk.count(b"\n")
+            if line_ends == 2 * (chunk.count(b"\n\ndata: ") + 1) and len(chunk) <= self._max_event_bytes:
+                # nothing but whole events of one data line each, as servers like ours send them
+                self._at_start = False
+                text = chunk[len(_DATA) : -2].decode("utf-8", "replace")
+                return [text] if line_ends == 2 else text.split("\n\ndata: ")
         text = self._decoder.decode(chunk)
         if self._at_start and text:
             text = text.removeprefix("\ufeff")
@@ -74,13 +78,3 @@ class SSEParser:
             self._data.append(value)
             self._held += len(value) + 1  # the line break, so that empty lines count
         return None
-
-
-def _plain_events(chunk: bytes, max_bytes: int) -> list[str] | None:
-    """The data of ``chunk`` when it is nothing but whole events of one data line each, as servers like ours send them."""
-    if not chunk.startswith(_DATA) or not chunk.endswith(b"\n\n") or b"\r" in chunk or len(chunk) > max_bytes:
-        return None
-    text, line_ends = chunk[len(_DATA) : -2].decode("utf-8", "replace"), chunk.count(b"\n")
-    if line_ends == 2:
-        return [text]
-    return text.split("\n\ndata: ") if line_ends == 2 * chunk.count(b"\n\ndata: ") + 2 else None

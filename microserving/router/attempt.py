@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncGenerator, Collection
+from collections.abc import AsyncIterator, Collection
 from http import HTTPStatus
 
 from microserving.errors import (
@@ -37,12 +37,15 @@ _logger = logging.getLogger(__name__)
 
 _CLOSE_S = 5.0
 """How long the program's own clean-up may take."""
+_OURS = (asyncio.CancelledError, ProgramHungError)
+"""What the program did not raise but was stopped with."""
 _CHOSEN_BY_PROGRAM = frozenset({"begin", "end", "kv_addr_info", "recv_rank", "request_id"})
 """Fields of the verbs that no client sends: an engine that refuses one refuses what the program did."""
 
 
 class Attempt:
-    """Iterate once over ``chunks``; then, however that ended, ``end`` it, and ``release`` what that left over.
+    """Ask for the ``next`` chunk until there is none; then, however that ended, ``end`` it, and ``release`` what that left
+    over.
 
     outcome: how it ended for the program, once it did. deadline: loop time. stall_s: how long the program may do
     nothing, neither ask an engine nor give a chunk. without, strictly: see ``Cluster.bound``. alarms: shared.
@@ -71,10 +74,10 @@ class Attempt:
             seen=self._holdings.bind, chosen=self._holdings.choose, without=without, strictly=strictly
         )
         self._watchdog = Watchdog(self._holdings, deadline=deadline, stall_s=stall_s, alarms=alarms)
-        self._running = False
+        self._route: AsyncIterator[GenerationChunk] | None = None
+        self._running = self._finished = False
         self._told_of_await = False
         self._reading: asyncio.Task[GenerationChunk | None] | None = None
-        self.chunks = self._run()
 
     @property
     def failed(self) -> set[EngineClient]:
@@ -97,7 +100,7 @@ class Attempt:
 
         async def read() -> GenerationChunk | None:
             try:
-                return await anext(self.chunks, None)
+                return await self.next()
             finally:
                 self._watchdog.forget_task()
 
@@ -109,64 +112,84 @@ class Attempt:
         if self._reading is not None:
             self._reading.cancel()
             await asyncio.wait([self._reading], timeout=timeout_s)
-        await close_within(self.chunks, timeout_s)
+        await self._stop(timeout_s)
         if not self._told_of_await and (hint := self._not_awaited()):
             _logger.warning("the router program %s forgot something%s", self.program.where, hint)
         self._holdings.close_calls()
         self._holdings.unclaim()
         await self._holdings.release(timeout_s)
 
-    async def _run(self) -> AsyncGenerator[GenerationChunk, None]:
-        """The program's chunks. Raises: what the program let pass of ``errors``, InternalError for its bugs."""
-        self._running = True
-        watchdog = self._watchdog
+    async def next(self) -> GenerationChunk | None:
+        """The program's next chunk; None after the last one. Raises: what the program let pass of ``errors``,
+        InternalError for its bugs. Not after it has raised."""
+        watchdog, exhausted = self._watchdog, False
         try:
-            route = aiter(self.program.instance.route(self._request, self._cluster))
-            finished = exhausted = False
+            route = self._start() if self._route is None else self._route
+            watchdog.check()
+            watchdog.waiting = WAITING
             try:
-                while True:
-                    watchdog.check()
-                    watchdog.waiting = WAITING
-                    try:
-                        chunk = await route.__anext__()
-                    except StopAsyncIteration:
-                        exhausted = True
-                        break
-                    finally:
-                        watchdog.waiting = 0
-                        if watchdog.cancelled:
-                            watchdog.settle()
-                    if finished:
-                        raise self._bug("went on after the last chunk")
-                    if type(chunk) is not GenerationChunk or chunk.finish_reason is not None:
-                        finished = self._is_last(chunk)
-                    self._holdings.unclaim()  # who was chosen and not asked so far does not serve this request
-                    yield chunk
+                chunk = await route.__anext__()
+            except StopAsyncIteration:
+                exhausted = True
             finally:
-                watchdog.close()
-                if not exhausted:
-                    await close_within(route, _CLOSE_S)
-            if not finished:
-                raise self._bug("ended without a last chunk (one with a finish_reason)")
-            self.outcome = "ok"
-        except asyncio.CancelledError:
-            task = asyncio.current_task()
-            if task is None or task.cancelling():
+                watchdog.waiting = 0
+                if watchdog.cancelled:
+                    watchdog.settle()
+            if exhausted:
+                self._ended()
+                return None
+            if self._finished:
+                raise self._bug("went on after the last chunk")
+            if type(chunk) is not GenerationChunk or chunk.finish_reason is not None:
+                self._finished = self._is_last(chunk)
+        except (
+            Exception,
+            asyncio.CancelledError,
+            SystemExit,
+            KeyboardInterrupt,
+        ) as error:  # a program may raise anything
+            if not exhausted:
+                await self._stop(_CLOSE_S)
+            told = self._told(error)
+            if told is error:
                 raise
-            raise self._bug("was cancelled from within") from None
-        except ProgramHungError:
-            raise self._bug("hung: it neither asked an engine nor gave a chunk for too long") from None
-        except StartupError as error:
-            raise self._failed(error) from error
-        except MicroservingError as error:
-            seen_by_client = self._refused(error)
-            if seen_by_client is error:
-                raise
-            raise seen_by_client from error
-        except (Exception, SystemExit, KeyboardInterrupt) as error:  # the wall: a program may raise anything
-            raise self._failed(error) from error
+            raise told from None if isinstance(error, _OURS) else error
+        self._holdings.unclaim()  # who was chosen and not asked so far does not serve this request
+        return chunk
+
+    def _start(self) -> AsyncIterator[GenerationChunk]:
+        self._running = True
+        self._route = route = aiter(self.program.instance.route(self._request, self._cluster))
+        return route
+
+    def _ended(self) -> None:
+        self._watchdog.close()
+        self._running = False
+        if not self._finished:
+            raise self._bug("ended without a last chunk (one with a finish_reason)")
+        self.outcome = "ok"
+
+    async def _stop(self, timeout_s: float) -> None:
+        """The program goes no further. Idempotent."""
+        self._watchdog.close()
+        try:
+            if self._running and self._route is not None:
+                await close_within(self._route, timeout_s)
         finally:
             self._running = False
+
+    def _told(self, error: BaseException) -> BaseException:
+        """What is raised for ``error``, with which a step of the program ended."""
+        if isinstance(error, asyncio.CancelledError):
+            task = asyncio.current_task()
+            if task is None or task.cancelling():
+                return error
+            return self._bug("was cancelled from within")
+        if isinstance(error, ProgramHungError):
+            return self._bug("hung: it neither asked an engine nor gave a chunk for too long")
+        if isinstance(error, MicroservingError) and not isinstance(error, StartupError):
+            return self._refused(error)
+        return self._failed(error)
 
     def _is_last(self, chunk: object) -> bool:
         if not isinstance(chunk, GenerationChunk):

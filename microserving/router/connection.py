@@ -268,7 +268,12 @@ class Connection(asyncio.Protocol):
             self._head_bytes += len(data)
             if self._head_bytes > MAX_HEAD_BYTES:
                 self.fail(BrokenConnectionError("the answer's head is too large"))
-        elif self._is_whole or self._listener is not None:
+        elif (listener := self._listener) is not None:  # as ``_tell`` does: for every token
+            pieces = self._pieces
+            piece = pieces[0] if len(pieces) == 1 else b"".join(pieces)
+            pieces.clear()
+            listener(piece, self._is_whole, self._error)
+        elif self._is_whole:
             self._tell()
         elif not self._until_end:
             self._held += len(data)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncGenerator, AsyncIterator, Callable
+from collections.abc import AsyncGenerator, Callable
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -155,13 +155,16 @@ class Dispatcher:
                 attempts = [self._begin(journey)]
                 failure: MicroservingError | None = None
                 try:
-                    async for chunk in await self._open(journey, attempts):
+                    chunk = await self._first(journey, attempts)
+                    attempt = attempts[0]
+                    while chunk is not None:
                         shown = delivery.take(chunk)
                         if delivery.count >= journey.next_look or delivery.finished:
-                            journey.measure(attempts[0].record, metrics)
+                            journey.measure(attempt.record, metrics)
                         yield shown
                         if delivery.cut:
                             break
+                        chunk = await attempt.next()
                 except MicroservingError as failed:
                     failure = failed
                 finally:
@@ -204,12 +207,12 @@ class Dispatcher:
             alarms=self._alarms,
         )
 
-    async def _open(self, journey: Journey, attempts: list[Attempt]) -> AsyncIterator[GenerationChunk]:
-        """The chunks of the attempt that has been begun, or of one that is begun beside it; the one that gives them is
+    async def _first(self, journey: Journey, attempts: list[Attempt]) -> GenerationChunk | None:
+        """The first chunk of the attempt that has been begun, or of one that is begun beside it; the one that gives it is
         ``attempts[0]`` afterwards."""
         after_s = self._settings.hedge_after_s
         if after_s is None or journey.whole or journey.delivery.begun:
-            return attempts[0].chunks
+            return await attempts[0].next()
 
         def start_second() -> Attempt | None:
             if not self._budget.withdraw():
@@ -218,9 +221,9 @@ class Dispatcher:
             attempts.append(self._begin(journey, beside=attempts[0]))
             return attempts[1]
 
-        winner, chunks = await race(attempts[0], start_second, after_s)
+        winner, read = await race(attempts[0], start_second, after_s)
         attempts.sort(key=lambda attempt: attempt is not winner)
-        return chunks
+        return read.result()
 
     async def _recover(self, journey: Journey, attempt: Attempt, failure: MicroservingError) -> None:
         """Returns when the request may be tried again, after a pause. Raises ``failure`` when that must not be."""

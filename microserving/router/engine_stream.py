@@ -9,19 +9,20 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import AsyncIterator, Callable
+from collections.abc import Callable, Coroutine
 
 from microserving.errors import MicroservingError
 from microserving.protocol.generation import GenerationChunk
 from microserving.protocol.generation_stream import GenerationStreamReader
 from microserving.protocol.sse import SSEParser
+from microserving.router.chunk_stream import ChunkStream
 from microserving.router.connection import HIGH_WATER_BYTES
 from microserving.router.connections import Answer
 from microserving.router.engine_http import EngineHTTP
 
 
-class EngineStream(AsyncIterator[GenerationChunk]):
-    """Iterate once; nothing is sent before the first step. The engine sees us leave when a step is cancelled, when the
+class EngineStream(ChunkStream):
+    """Read once; nothing is sent before the first step. The engine sees us leave when a step is cancelled, when the
     stream is closed (``aclose``) before its end, and when it sends something wrong. What came before a failure is given
     out before that is raised.
 
@@ -38,6 +39,7 @@ class EngineStream(AsyncIterator[GenerationChunk]):
         "_failed",
         "_held",
         "_http",
+        "_loop",
         "_over",
         "_parser",
         "_path",
@@ -58,6 +60,7 @@ class EngineStream(AsyncIterator[GenerationChunk]):
         answered: Callable[[], None],
         failed: Callable[[MicroservingError], MicroservingError],
     ) -> None:
+        self._loop = asyncio.get_running_loop()
         self._http = http
         self._path = path
         self._body = body
@@ -74,25 +77,34 @@ class EngineStream(AsyncIterator[GenerationChunk]):
         self._error: MicroservingError | None = None
         self._begun = self._over = False
 
-    async def __anext__(self) -> GenerationChunk:
-        chunks = self._chunks
-        if not chunks:
-            if self._answer is None and not self._over:
-                await self._open()
-            while not chunks:
-                if self._over:
-                    error, self._error = self._error, None
-                    raise StopAsyncIteration if error is None else error
-                try:
-                    await self._more()
-                except BaseException:  # whoever waited has left
-                    self._leave()
-                    raise
-        return chunks.popleft()
+    def take(self) -> GenerationChunk | None:
+        if self._chunks:
+            return self._chunks.popleft()
+        if self._over:
+            error, self._error = self._error, None
+            raise StopAsyncIteration if error is None else error
+        return None
+
+    def more(self) -> asyncio.Future[None] | Coroutine[None, None, None]:
+        """The first wait is for the engine's answer."""
+        answer = self._answer
+        if answer is None:
+            return self._open()
+        self._held = 0
+        if self._paused:
+            self._paused = False
+            answer.read_on()
+        self._waiter = waiter = self._loop.create_future()
+        return waiter
+
+    def leave(self) -> None:
+        self._over = True
+        answer, self._answer = self._answer, None
+        if answer is not None:
+            answer.let_go()
 
     async def aclose(self) -> None:
-        """Idempotent."""
-        self._leave()
+        self.leave()
         self._chunks.clear()
         self._error = None
 
@@ -102,20 +114,8 @@ class EngineStream(AsyncIterator[GenerationChunk]):
         except MicroservingError as error:
             self._over = True
             raise self._failed(self._http.seen_by_client(error)) from None
-        except BaseException:
-            self._over = True
-            raise
         self._answer = answer
         answer.listen(self._heard)
-
-    def _more(self) -> asyncio.Future[None]:
-        """Wait for something."""
-        self._held = 0
-        if self._paused and self._answer is not None:
-            self._paused = False
-            self._answer.read_on()
-        self._waiter = waiter = asyncio.get_running_loop().create_future()
-        return waiter
 
     def _heard(self, piece: bytes, whole: bool, error: Exception | None) -> None:
         """Of the connection: a piece came, the last one perhaps, or it failed."""
@@ -128,9 +128,9 @@ class EngineStream(AsyncIterator[GenerationChunk]):
             if whole:
                 if not self._reader.done:
                     raise http.broken("ended the stream early")
-                self._leave()
+                self.leave()
         except MicroservingError as failure:
-            self._leave()
+            self.leave()
             self._error = self._failed(http.seen_by_client(failure))
         waiter = self._waiter
         if waiter is not None and not waiter.done():
@@ -147,9 +147,3 @@ class EngineStream(AsyncIterator[GenerationChunk]):
         reader, chunks = self._reader, self._chunks
         for data in self._parser.feed(piece):
             chunks += reader.feed(data)
-
-    def _leave(self) -> None:
-        self._over = True
-        answer, self._answer = self._answer, None
-        if answer is not None:
-            answer.let_go()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable
+from collections.abc import Callable
 
 from microserving.protocol.generation import GenerationChunk
 from microserving.router.attempt import Attempt
@@ -11,8 +11,9 @@ from microserving.router.attempt import Attempt
 
 async def race(
     first: Attempt, start_second: Callable[[], Attempt | None], after_s: float
-) -> tuple[Attempt, AsyncIterator[GenerationChunk]]:
-    """The attempt whose first chunk came first (one that failed only wins when the other one did, too), and its chunks.
+) -> tuple[Attempt, asyncio.Task[GenerationChunk | None]]:
+    """The attempt whose first chunk came first (one that failed only wins when the other one did, too), and the task that
+    has read it.
 
     start_second: called when ``first`` gave nothing for ``after_s``; None when there is nobody to try. Who lost is left
     where it is: its ``release`` ends it. Cancelled, both are.
@@ -28,14 +29,4 @@ async def race(
         done, pending = await asyncio.wait(pending, return_when=asyncio.FIRST_COMPLETED)
         for task in sorted(done, key=list(reading).index):
             if task.exception() is None or not pending:
-                return reading[task], _chunks(task, reading[task])
-
-
-async def _chunks(
-    task: asyncio.Task[GenerationChunk | None], attempt: Attempt
-) -> AsyncIterator[GenerationChunk]:
-    chunk = task.result()
-    if chunk is not None:
-        yield chunk
-        async for chunk in attempt.chunks:
-            yield chunk
+                return reading[task], task

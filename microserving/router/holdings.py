@@ -16,6 +16,7 @@ from microserving.policies import EngineLoad, PrefixIndex
 from microserving.program import EngineClient, EngineRole, Received, Request
 from microserving.protocol.generation import GenerationChunk, RemoteSendResult
 from microserving.router.alarms import Alarms
+from microserving.router.chunk_stream import ChunkStream, close, readable
 from microserving.router.in_flight import InFlight
 from microserving.router.ledger import AttemptRecord
 from microserving.router.renewals import Renewals
@@ -356,13 +357,13 @@ class HeldStream(AsyncIterator[GenerationChunk]):
     __slots__ = (
         "_begin",
         "_cached",
-        "_chunks",
         "_engine",
         "_finished",
         "_holdings",
         "_is_new",
         "_over",
         "_request",
+        "_stream",
     )
 
     def __init__(self, engine: EngineClient, holdings: Holdings, request: Request, begin: int) -> None:
@@ -371,30 +372,31 @@ class HeldStream(AsyncIterator[GenerationChunk]):
         self._request = request
         self._begin = begin
         self._is_new = False
-        self._chunks: AsyncIterator[GenerationChunk] | None = None
+        self._stream: ChunkStream | None = None
         self._finished = self._over = False
         self._cached = 0
 
     async def __anext__(self) -> GenerationChunk:
-        chunks, holdings = self._chunks, self._holdings
-        if chunks is None:
-            chunks = self._start()
-        elif self._over:
+        if self._over:
             raise StopAsyncIteration
-        holdings.busy += 1
+        stream = self._start() if self._stream is None else self._stream
         try:
-            chunk = await chunks.__anext__()
+            while (chunk := stream.take()) is None:
+                self._holdings.busy += 1
+                try:
+                    await stream.more()
+                finally:
+                    self._holdings.busy -= 1
         except StopAsyncIteration:
             self._end()
             raise
         except BaseException as error:
             self._over = True
+            stream.leave()
             if isinstance(error, MicroservingError):
                 taken: Kind | None = "generation" if self._is_new else None
-                holdings.refused(error, self._engine, self._request, taken)
+                self._holdings.refused(error, self._engine, self._request, taken)
             raise
-        finally:
-            holdings.busy -= 1
         if chunk.finish_reason is not None:
             self._finished, self._cached = True, chunk.cached_tokens
         return chunk
@@ -402,34 +404,23 @@ class HeldStream(AsyncIterator[GenerationChunk]):
     async def aclose(self) -> None:
         """Idempotent."""
         self._over = True
-        if self._chunks is not None:
-            await close(self._chunks)
+        if self._stream is not None:
+            await self._stream.aclose()
 
-    def _start(self) -> AsyncIterator[GenerationChunk]:
-        if self._over:
-            raise StopAsyncIteration
+    def _start(self) -> ChunkStream:
         holdings, engine, request = self._holdings, self._engine, self._request
-        self._chunks = chunks = aiter(engine.start_generate(request, begin=self._begin))
+        self._stream = stream = readable(aiter(engine.start_generate(request, begin=self._begin)))
         holdings.watch(self)
         holdings.use(engine, request)
         holdings.record.generating(engine)
         self._is_new = holdings.take(engine, request, "generation")
-        return chunks
+        return stream
 
     def _end(self) -> None:
         self._over = True
         if self._finished:
             self._holdings.found_cached(self._engine, self._request, self._cached)
             self._holdings.drop(self._engine, self._request, "reservation", "generation")
-
-
-async def close(chunks: AsyncIterator[Any]) -> None:
-    """Close ``chunks`` when it can be closed (an async generator can), unless it has ended."""
-    if getattr(chunks, "ag_frame", chunks) is None:
-        return
-    aclose = getattr(chunks, "aclose", None)
-    if aclose is not None:
-        await aclose()
 
 
 async def close_within(chunks: AsyncIterator[Any], timeout_s: float) -> None:
