@@ -59,7 +59,9 @@ class AdminClient:
             with httpx.Client(transport=transport, base_url=base, timeout=_TIMEOUT_S) as client:
                 answer = client.request(method, path, json=body, headers=self._headers)
         except (httpx.TransportError, httpx.InvalidURL) as error:
-            raise EngineUnavailable(f"no router answers at {self._address}: {error}") from error
+            raise EngineUnavailable(
+                f"no router answers at {self._address}: {error} (one that is being restarted takes some seconds)"
+            ) from error
         return _object(answer.status_code, answer.text, self._address)
 
 
