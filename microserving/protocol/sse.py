@@ -45,12 +45,13 @@ class SSEParser:
         Raises EngineUnavailable when one event is longer than the limit (the peer is not what we think it is).
         """
         if self._at_rest and chunk.startswith(_DATA) and chunk.endswith(b"\n\n") and b"\r" not in chunk:
-            line_ends = chunk.count(b"\n")
-            if line_ends == 2 * (chunk.count(b"\n\ndata: ") + 1) and len(chunk) <= self._max_event_bytes:
-                # nothing but whole events of one data line each, as servers like ours send them
+            # whole events of one data line each, as servers like ours send them; nearly always one
+            is_one = chunk.find(b"\n") == len(chunk) - 2
+            is_plain = is_one or chunk.count(b"\n") == 2 * (chunk.count(b"\n\ndata: ") + 1)
+            if is_plain and len(chunk) <= self._max_event_bytes:
                 self._at_start = False
-                text = chunk[len(_DATA) : -2].decode("utf-8", "replace")
-                return [text] if line_ends == 2 else text.split("\n\ndata: ")
+                plain = chunk[len(_DATA) : -2].decode("utf-8", "replace")
+                return [plain] if is_one else plain.split("\n\ndata: ")
         text = self._decoder.decode(chunk)
         if self._at_start and text:
             text = text.removeprefix("\ufeff")
