@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-import logging
-from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import aclosing
+from collections.abc import AsyncIterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, get_args
@@ -13,9 +11,7 @@ from typing import Any, get_args
 import pytest
 
 from microserving.errors import (
-    DeadlineExceeded,
     EngineUnavailable,
-    InternalError,
     InvalidRequest,
     KVExhausted,
     MicroservingError,
@@ -23,52 +19,18 @@ from microserving.errors import (
     ShuttingDown,
     TransferFailed,
 )
-from microserving.program import Cluster, GenerationChunk, Program, Request
+from microserving.program import Cluster, GenerationChunk, Request
 from microserving.program.testing import FakeEngine, collect
 from microserving.protocol.generation import StopParams
 from microserving.router.dispatch import DispatchSettings
 from microserving.router.program_loader import LoadedProgram, shipped_programs
 from microserving.router.retries import RetrySettings
 
-from .faults import IDS, OUTPUT, TEXT, Fault, FaultyCluster, Script
+from .dispatching import Custom, assert_whole, ids, run, served
+from .faults import IDS, OUTPUT, Fault, FaultyCluster, Script
 from .hosting import QUICK, Hosted, generation
 
 FAULTS: tuple[Fault, ...] = get_args(Fault)
-
-
-def text(chunks: list[GenerationChunk]) -> str:
-    return "".join(chunk.text for chunk in chunks)
-
-
-def ids(chunks: list[GenerationChunk]) -> tuple[int, ...]:
-    return tuple(token for chunk in chunks for token in chunk.token_ids)
-
-
-def assert_whole(chunks: list[GenerationChunk]) -> None:
-    """What an engine that never failed would have given."""
-    assert (text(chunks), ids(chunks)) == (TEXT, IDS)
-    assert [chunk.finish_reason for chunk in chunks] == [None] * (len(chunks) - 1) + ["stop"]
-    assert (chunks[-1].prompt_tokens, chunks[-1].completion_tokens) == (20, len(OUTPUT))
-
-
-def run(scenario: Callable[[], Awaitable[None]]) -> None:
-    """And hold that no task is left."""
-
-    async def all_of_it() -> None:
-        async with asyncio.timeout(20):
-            await scenario()
-        for _ in range(3):  # generators that a program left are closed by the loop
-            await asyncio.sleep(0)
-        assert asyncio.all_tasks() == {asyncio.current_task()}
-
-    asyncio.run(all_of_it())
-
-
-async def served(program: str, script: Script, **settings: object) -> tuple[list[GenerationChunk], Hosted]:
-    hosted = Hosted(program, FaultyCluster(script), **settings)
-    chunks = await collect(hosted.dispatcher.generate(generation()))
-    await hosted.settle()
-    return chunks, hosted
 
 
 SETTINGS: dict[str, dict[str, object]] = {
@@ -265,18 +227,6 @@ def test_what_no_other_engine_would_do_better(error: MicroservingError) -> None:
     run(scenario)
 
 
-class Custom(Program):
-    """``route`` is the function that the test gives."""
-
-    def __init__(self, behaviour: Callable[[Request, Cluster], AsyncIterator[Any]]) -> None:
-        super().__init__()
-        self._behaviour = behaviour
-
-    async def route(self, request: Request, cluster: Cluster) -> AsyncIterator[GenerationChunk]:
-        async for chunk in self._behaviour(request, cluster):
-            yield chunk
-
-
 async def breaks(request: Request, cluster: Cluster) -> AsyncIterator[Any]:
     yield GenerationChunk("", (), None)
     raise ZeroDivisionError
@@ -348,207 +298,6 @@ def test_no_more_than_max_tokens(limit: int) -> None:
         assert ids(chunks) == IDS[:limit]
         assert chunks[-1].finish_reason == ("stop" if limit >= len(IDS) else "length")
         assert chunks[-1].completion_tokens == min(limit, len(IDS))
-        await hosted.settle()
-
-    run(scenario)
-
-
-@pytest.mark.parametrize("silent_at", ["prep_recv", "remote_send", "start_generate"])
-@pytest.mark.case("STR-11")
-def test_a_deadline_ends_a_request_wherever_it_is(silent_at: str) -> None:
-    async def scenario() -> None:
-        hosted = Hosted("prefill_decode", FaultyCluster())
-
-        async def never(*_: Any, **__: Any) -> Any:
-            await asyncio.Event().wait()
-
-        async def never_yields(*_: Any, **__: Any) -> AsyncIterator[GenerationChunk]:
-            await asyncio.Event().wait()
-            yield GenerationChunk("")
-
-        silent = never_yields if silent_at == "start_generate" else never
-        for engine in hosted.cluster.engines.values():
-            setattr(engine, silent_at, silent)
-        with pytest.raises(DeadlineExceeded):
-            await collect(hosted.dispatcher.generate(replace(generation(), timeout_s=0.05)))
-        await hosted.settle()
-        (record,) = hosted.dispatcher.ledger.records
-        assert (record.outcome, record.state, len(record.attempts)) == ("deadline_exceeded", "complete", 1)
-
-    run(scenario)
-
-
-def test_a_deadline_after_the_first_token_and_the_default_one() -> None:
-    async def slow(request: Request, cluster: Cluster) -> AsyncIterator[Any]:
-        assert request.timeout_s is not None
-        assert request.deadline is not None
-        yield GenerationChunk("Once", (1,))
-        await asyncio.Event().wait()
-
-    async def scenario() -> None:
-        hosted = Hosted(Custom(slow), FaultyCluster(), replace(QUICK, request_timeout_s=0.05))
-        chunks = hosted.dispatcher.generate(generation())
-        assert (await anext(chunks)).text == "Once"
-        with pytest.raises(DeadlineExceeded):
-            await anext(chunks)
-        await hosted.settle()
-
-    run(scenario)
-
-
-def test_a_deadline_does_not_cut_into_what_the_client_reads() -> None:
-    """It is slow itself; the next chunk that it asks for is refused."""
-
-    async def scenario() -> None:
-        hosted = Hosted("round_robin", FaultyCluster())
-        async with aclosing(hosted.dispatcher.generate(replace(generation(), timeout_s=0.03))) as chunks:
-            await anext(chunks)
-            await asyncio.sleep(0.06)
-            with pytest.raises(DeadlineExceeded):
-                await anext(chunks)
-        await hosted.settle()
-
-    run(scenario)
-
-
-async def hangs(request: Request, cluster: Cluster) -> AsyncIterator[Any]:
-    await cluster.decode.round_robin().prep_recv(request, end=3)
-    await asyncio.Event().wait()
-    yield
-
-
-async def clings(request: Request, cluster: Cluster) -> AsyncIterator[Any]:
-    with pytest.raises(asyncio.CancelledError):
-        await asyncio.Event().wait()
-    yield GenerationChunk("late", (1,))
-
-
-@pytest.mark.parametrize("behaviour", [hangs, clings])
-def test_a_program_that_hangs_is_ended(behaviour: Any, caplog: pytest.LogCaptureFixture) -> None:
-    async def scenario() -> None:
-        hosted = Hosted(Custom(behaviour), FaultyCluster(), replace(QUICK, stall_timeout_s=0.03))
-        with pytest.raises(InternalError, match="hung"):
-            await collect(hosted.dispatcher.generate(generation()))
-        task = asyncio.current_task()
-        assert task is not None
-        assert task.cancelling() == 0
-        await hosted.settle()
-
-    run(scenario)
-    assert any("hung" in record.getMessage() and record.levelno == logging.ERROR for record in caplog.records)
-
-
-def test_waiting_for_an_engine_is_not_hanging() -> None:
-    async def scenario() -> None:
-        hosted = Hosted("prefill_decode", FaultyCluster(), replace(QUICK, stall_timeout_s=0.02))
-        engine = hosted.cluster["decode-0"]
-        reserve = engine.prep_recv
-
-        async def slow(request: Request, *, end: int) -> Any:
-            await asyncio.sleep(0.08)
-            return await reserve(request, end=end)
-
-        engine.prep_recv = slow  # type: ignore[method-assign]
-        assert_whole(await collect(hosted.dispatcher.generate(generation())))
-        await hosted.settle()
-
-    run(scenario)
-
-
-def test_a_client_that_leaves_is_no_deadline() -> None:
-    async def scenario() -> None:
-        hosted = Hosted(Custom(hangs), FaultyCluster())
-        task = asyncio.ensure_future(
-            collect(hosted.dispatcher.generate(replace(generation(), timeout_s=30.0)))
-        )
-        await asyncio.sleep(0.01)
-        task.cancel()
-        await asyncio.wait([task])
-        assert task.cancelled()
-        await hosted.settle()
-        (record,) = hosted.dispatcher.ledger.records
-        assert record.outcome == "cancelled"
-
-    run(scenario)
-
-
-class Stuck:
-    """Makes an engine wait before its first chunk until it is told."""
-
-    def __init__(self, engine: FakeEngine) -> None:
-        self.go = asyncio.Event()
-        self.closed = False
-        self._generate = engine.start_generate
-        engine.start_generate = self  # type: ignore[method-assign, assignment]
-
-    async def __call__(self, request: Request, *, begin: int = 0) -> AsyncIterator[GenerationChunk]:
-        try:
-            await self.go.wait()
-            async for chunk in self._generate(request, begin=begin):
-                yield chunk
-        finally:
-            self.closed = True
-
-
-HEDGED = replace(QUICK, hedge_after_s=0.02)
-
-
-@pytest.mark.parametrize("program", ["round_robin", "prefill_decode"])
-def test_a_slow_first_token_is_hedged(program: str) -> None:
-    async def scenario() -> None:
-        cluster = FaultyCluster()
-        stuck = Stuck(cluster["decode-0" if program == "prefill_decode" else "prefill-0"])
-        hosted = Hosted(program, cluster, HEDGED)
-        assert_whole(await collect(hosted.dispatcher.generate(generation())))
-        await hosted.settle()
-        assert stuck.closed
-        (record,) = hosted.dispatcher.ledger.records
-        assert (record.hedges, record.retries, record.resumes) == (1, 0, 0)
-
-    run(scenario)
-
-
-def test_who_is_fast_is_not_hedged_and_who_is_first_wins() -> None:
-    async def scenario() -> None:
-        hosted = Hosted("round_robin", FaultyCluster(), HEDGED)
-        assert_whole(await collect(hosted.dispatcher.generate(generation())))
-        assert len(hosted.cluster.calls) == 1
-        await hosted.settle()
-
-        hosted = Hosted("round_robin", FaultyCluster(), HEDGED)
-        first, other = Stuck(hosted.cluster["prefill-0"]), Stuck(hosted.cluster["decode-0"])
-        asyncio.get_running_loop().call_later(0.05, first.go.set)
-        assert_whole(await collect(hosted.dispatcher.generate(generation())))
-        await hosted.settle()
-        assert other.closed
-
-    run(scenario)
-
-
-def test_a_hedge_that_fails_leaves_the_first_attempt_alone() -> None:
-    async def scenario() -> None:
-        hosted = Hosted("round_robin", FaultyCluster(), HEDGED)
-        first = Stuck(hosted.cluster["prefill-0"])
-        for name in ("prefill-1", "decode-0", "decode-1"):
-            hosted.cluster[name].failures["start_generate"] = EngineUnavailable("gone")
-        asyncio.get_running_loop().call_later(0.05, first.go.set)
-        assert_whole(await collect(hosted.dispatcher.generate(generation())))
-        await hosted.settle()
-
-    run(scenario)
-
-
-@pytest.mark.parametrize("steps", range(0, 40, 3))
-def test_a_hedged_request_that_is_cancelled_leaves_nothing(steps: int) -> None:
-    async def scenario() -> None:
-        hosted = Hosted("prefill_decode", FaultyCluster(), replace(HEDGED, hedge_after_s=1e-4))
-        for name in ("decode-0", "decode-1"):
-            Stuck(hosted.cluster[name])
-        task = asyncio.ensure_future(collect(hosted.dispatcher.generate(generation())))
-        for _ in range(steps):
-            await asyncio.sleep(1e-4)
-        task.cancel()
-        await asyncio.wait([task])
         await hosted.settle()
 
     run(scenario)
