@@ -152,11 +152,21 @@ class RouterFigures:
         )
         figures.put(names.ROUTER_PROGRAM_VERSION, self._host.current.number)
         figures.put(names.ROUTER_ROLLBACKS, self._host.rollbacks)
+        self._put_engines(figures)
+        return figures
+
+    def _put_engines(self, figures: Figures) -> None:
+        """Engines that were not reached so far have no id: they are told of together, as nothing may be told twice."""
+        up: Counter[tuple[str, EngineRole]] = Counter()
+        requests: Counter[tuple[str, EngineRole]] = Counter()
         for peer in self._registry.peers:
             engine = peer.client.info.engine_id if peer.client.info is not None else "unknown"
-            figures.put(names.ROUTER_ENGINE_UP, int(peer.status == "up"), engine, peer.client.role)
-            figures.put(names.ROUTER_ENGINE_REQUESTS, peer.client.in_flight, engine, peer.client.role)
-        return figures
+            labels = engine, peer.client.role
+            up[labels] += peer.status == "up"
+            requests[labels] += peer.client.in_flight
+        for labels in up:
+            figures.put(names.ROUTER_ENGINE_UP, up[labels], *labels)
+            figures.put(names.ROUTER_ENGINE_REQUESTS, requests[labels], *labels)
 
 
 def _engine_stats(peer: Peer, address: bool) -> EngineStats:
