@@ -58,7 +58,8 @@ class LoadedProgram:
 
 @dataclass(frozen=True, slots=True)
 class ProgramSource:
-    """A program's text, and errors that point into it. path: what messages call the file; it is not read again."""
+    """A program's text, in UTF-8, and errors that point into it. path: what messages call the file; it is not read
+    again."""
 
     path: Path
     text: bytes
@@ -68,15 +69,10 @@ class ProgramSource:
 
     def deployment(self, settings: Mapping[str, object]) -> dict[str, object]:
         """The body of `/admin/program/deploy`: a shipped program by its name; else the text, since the router may run
-        elsewhere. Raises ProgramError when it is no text."""
+        elsewhere."""
         if self.path.parent == SHIPPED_DIR:
             return {"path": self.path.stem, "settings": dict(settings)}
-        try:
-            source = self.text.decode("utf-8")
-        except UnicodeDecodeError as error:
-            line = self.text[: error.start].count(b"\n") + 1
-            raise self.fault(line, "not a text in UTF-8") from error
-        return {"path": str(self.path), "source": source, "settings": dict(settings)}
+        return {"path": str(self.path), "source": self.text.decode("utf-8"), "settings": dict(settings)}
 
     def failure(self, error: BaseException, *, fallback: int) -> ProgramError:
         """One line for an exception that came out of the text, at the innermost line of the text itself."""
@@ -131,10 +127,17 @@ def read_program(program: str) -> ProgramSource:
 
 
 def source_of(path: Path, text: bytes) -> ProgramSource:
-    """A text from elsewhere. path: what messages call it. Raises: ProgramError when it is too long."""
+    """A text from elsewhere. path: what messages call it. Raises: ProgramError when it is too long, or no UTF-8 (whatever
+    it says of itself: it travels, and is kept, as text)."""
     if len(text) > MAX_PROGRAM_BYTES:
         raise ProgramError(f"{path}: a router program may have at most {MAX_PROGRAM_BYTES} bytes")
-    return ProgramSource(path, text)
+    source = ProgramSource(path, text)
+    try:
+        text.decode("utf-8")
+    except UnicodeDecodeError as error:
+        line = text[: error.start].count(b"\n") + 1
+        raise source.fault(line, "not a text in UTF-8") from error
+    return source
 
 
 def load_source(source: ProgramSource, settings: Mapping[str, object] | None = None) -> LoadedProgram:

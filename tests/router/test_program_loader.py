@@ -13,7 +13,14 @@ import pytest
 
 from microserving.errors import ProgramError
 from microserving.program.testing import Call, FakeCluster, collect, make_request
-from microserving.router.program_loader import MAX_PROGRAM_BYTES, load_program, shipped_programs, summary
+from microserving.router.program_loader import (
+    MAX_PROGRAM_BYTES,
+    load_program,
+    read_program,
+    shipped_programs,
+    source_of,
+    summary,
+)
 
 HEAD = "from microserving.program import Program\n"
 ROUTE = "    async def route(self, request, cluster):\n        yield None\n"
@@ -193,6 +200,18 @@ def test_a_huge_file_is_no_program(tmp_path: Path) -> None:
     path = write(tmp_path, f"# {'x' * MAX_PROGRAM_BYTES}\n")
     with pytest.raises(ProgramError, match=r"mine\.py: a router program may have at most 1048576 bytes"):
         load_program(str(path))
+
+
+@pytest.mark.parametrize("says", [b"", b"# -*- coding: latin-1 -*-"])
+def test_a_program_is_a_text_in_utf_8(says: bytes, tmp_path: Path) -> None:
+    """Whatever it says of itself: it is sent, and kept, as text."""
+    path = tmp_path / "mine.py"
+    path.write_bytes(says + b"\n# \xe9\n" + textwrap.dedent(GOOD).encode())
+    assert refusal(path) == "mine.py:2: not a text in UTF-8"
+    path.write_bytes(says + b"\n# \xc3\xa9\n" + textwrap.dedent(GOOD).encode())
+    source = read_program(str(path))
+    assert source_of(path, str(source.deployment({})["source"]).encode()) == source
+    assert load_program(str(path)).name == "mine"
 
 
 def test_the_shipped_programs_have_a_summary() -> None:

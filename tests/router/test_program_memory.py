@@ -95,6 +95,15 @@ def test_settings_are_kept_as_they_were_given(path: Path) -> None:
     assert vars(Started(path).host.program.instance) == {"share": 0.25}
 
 
+def test_settings_without_bounds_are_kept_too(path: Path) -> None:
+    """Which JSON has no numbers for, but TOML."""
+    inf = float("inf")
+    Started(path, "adaptive", {"ttft_ms": inf}).deploy("mine", share=-inf)
+    again = Started(path, "adaptive", {"ttft_ms": inf})
+    assert again.versions == [(2, "mine"), (1, "adaptive")]
+    assert vars(again.host.program.instance) == {"share": -inf}
+
+
 def test_a_rollback_counts_too(path: Path) -> None:
     first = Started(path)
     first.deploy("one")
