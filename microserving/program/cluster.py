@@ -58,6 +58,10 @@ class Backlog:
             return engine.load.queued_prefill_tokens
         return max(0.0, tokens - load.prefill_tokens_per_s * (self._clock() - since))
 
+    def forget(self, engine_id: str) -> None:
+        """The engine is gone."""
+        self._known.pop(engine_id, None)
+
 
 @dataclass(slots=True)
 class PoolState:
@@ -265,6 +269,11 @@ class Cluster:
         backlog.add(prefill, max(0, end - matched))
         backlog.add(decode, request.prompt_length - max(end, min(matched, request.prompt_length)))
         return end
+
+    def forget(self, engine_id: str) -> None:
+        """The engine is gone, or was restarted: nothing is known of it any more. No program must call it: the host does."""
+        self.index.forget(engine_id)
+        self._backlog.forget(engine_id)
 
     def bound(
         self,

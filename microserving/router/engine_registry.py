@@ -34,8 +34,9 @@ _GIVEN_UP_S = 10.0
 class Peer:
     """One member. state: ``unknown`` until the first answer; ``refused`` when it does not fit the others.
 
-    reason: why it is not up, for operators. draining: it gets no new requests. misses: probes in a row without an
-    answer. suspect: something went wrong with it, which asks for a probe before its time. lock: held by its probe.
+    reason: why it is not up, for operators. draining: it gets no new requests. undrained: how often that was taken back.
+    misses: probes in a row without an answer. suspect: something went wrong with it, which asks for a probe before its
+    time. lock: held by its probe.
     """
 
     client: HttpEngineClient
@@ -43,6 +44,7 @@ class Peer:
     state: State = "unknown"
     reason: str = "not asked yet"
     draining: bool = False
+    undrained: int = 0
     misses: int = 0
     suspect: asyncio.Event = field(default_factory=asyncio.Event)
     lock: asyncio.Lock = field(default_factory=asyncio.Lock)
@@ -138,7 +140,8 @@ class EngineRegistry:
     async def remove(self, which: str, *, drain: bool = True) -> None:
         """Let a member go: drained first, or at once, when its requests go on elsewhere.
 
-        Returns when nothing is on it any more. Raises ConfigError when there is no such member.
+        Returns when nothing is on it any more. Raises ConfigError when there is no such member; as ``drain``, too, and
+        then it stays.
         """
         peer = self.find(which)
         await self.drain(which, timeout_s=None if drain else 0.0)
@@ -146,7 +149,7 @@ class EngineRegistry:
             return  # somebody else removed it meanwhile
         self.peers.remove(peer)
         self._rehabilitate(peer)
-        self.cluster.index.forget(peer.client.id)
+        self.cluster.forget(peer.client.id)
         self._update()
         if self.on_removed is not None:
             self.on_removed(peer)
@@ -156,23 +159,29 @@ class EngineRegistry:
     async def drain(self, which: str, *, timeout_s: float | None = None) -> None:
         """Give a member no new requests, and wait until those that run have ended.
 
-        timeout_s: those that take longer (None: than the registry's limit) are ended here, and go on elsewhere.
+        timeout_s: those that take longer (None: than the registry's limit) are ended here, and go on elsewhere. Raises
+        ConfigError when the member was given requests again meanwhile (``undrain``): they stay where they are.
         """
         peer = self.find(which)
-        client = peer.client
+        client, undrained = peer.client, peer.undrained
         if not peer.draining:
             _logger.info("%s is drained", peer.label)
         peer.draining = True
         self._update()
-        limit_s = self._drain_timeout_s if timeout_s is None else timeout_s
-        if not await self.in_flight.until_idle(client, limit_s):
+        first_s = self._drain_timeout_s if timeout_s is None else timeout_s
+        for limit_s in (first_s, _GIVEN_UP_S):
+            idle = await self.in_flight.until_idle(client, limit_s)
+            if peer.undrained != undrained:
+                raise ConfigError(f"{peer.label} was given requests again meanwhile")
+            if idle:
+                return
             client.give_up("is being drained")
-            await self.in_flight.until_idle(client, _GIVEN_UP_S)
 
     def undrain(self, which: str) -> None:
         """Give a member requests again."""
         peer = self.find(which)
         peer.draining = False
+        peer.undrained += 1
         peer.client.came_back()
         self._update()
 
@@ -204,7 +213,9 @@ class EngineRegistry:
             if far := out_of_reach(info, others.values()):
                 _logger.warning("%s and %s cannot hand KV to each other: %s", peer.label, *far)
         if known is not None and known.epoch != info.epoch:
-            self.cluster.index.forget(known.engine_id)
+            self.cluster.forget(known.engine_id)
+        if known is None:
+            self._take_id_from_others(info.engine_id)
         if not peer.draining:
             peer.client.came_back()
         peer.client.identify(info)
@@ -248,6 +259,13 @@ class EngineRegistry:
         peer = Peer(client, Circuit(self._circuit))
         self.peers.append(peer)
         return peer
+
+    def _take_id_from_others(self, engine_id: str) -> None:
+        """An engine that moved to another address is not found at its old one any more: who was there is down."""
+        for peer in self.peers:
+            if peer.client.info is not None and peer.client.info.engine_id == engine_id:
+                self.cluster.forget(engine_id)
+                peer.client.info = None
 
     def _rehabilitate(self, peer: Peer) -> None:
         """It was away, or is another process: its failures do not count any more."""

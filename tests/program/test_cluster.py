@@ -258,6 +258,11 @@ def test_a_backlog_is_worked_off_until_the_load_is_told_again() -> None:
     assert backlog.tokens(engine) == 0
     engine.load = EngineLoad(queued_prefill_tokens=70, prefill_tokens_per_s=100.0)
     assert backlog.tokens(engine) == 70
+    for number in range(100):
+        backlog.add(FakeEngine(f"e{number}", "prefill"), 10)
+        backlog.forget(f"e{number}")
+    backlog.forget("nobody")
+    assert set(backlog._known) == {"e"}
 
 
 def test_the_balanced_split_sees_a_burst_and_running_outputs() -> None:

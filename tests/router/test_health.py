@@ -167,6 +167,30 @@ def test_a_node_id_that_is_taken_is_refused() -> None:
     run(scenario)
 
 
+def test_an_engine_that_moved_to_another_address_is_found_there() -> None:
+    """By the id that it has kept; its old address is that of nobody known. What it had cached, it has no more."""
+
+    async def scenario(stack: AsyncExitStack) -> None:
+        (old,) = await engines(stack, {})
+        watch = watched(stack, [], [old])
+        await watch.monitor.connect(5)
+        index = watch.registry.cluster.index
+        index.routed(index.look_up("", range(500)), "r", "decode-0")
+        await old.kill()
+        (new,) = await engines(stack, {"epoch": "e2"})
+        moved = watch.registry.add(new.url, "decode")
+        for peer in watch.registry.peers:
+            await watch.monitor.probe(peer)
+        assert watch.states == ["down", "up"]
+        assert watch.registry.find("decode-0") is moved
+        assert watch.registry.peers[0].client.id == old.url
+        assert index.look_up("", range(500)).remembered == {}
+        await watch.registry.set_role("decode-0", "prefill")
+        assert (watch.ids("prefill"), watch.ids("decode")) == (["decode-0"], [])
+
+    run(scenario)
+
+
 @pytest.mark.case("RT-06")
 @pytest.mark.case("PD-18")
 def test_a_dead_engine_is_left_out_at_once_and_a_restarted_one_taken_over() -> None:

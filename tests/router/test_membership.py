@@ -190,6 +190,30 @@ def test_what_takes_too_long_goes_on_elsewhere(way: str) -> None:
     run(scenario, [ONE, TWO])
 
 
+@pytest.mark.parametrize("way", ["drain", "remove"])
+def test_an_engine_that_is_wanted_again_while_it_is_drained_keeps_its_requests(way: str) -> None:
+    async def scenario(running: Running, engines: list[EngineServer]) -> None:
+        registry, gate = running.registry, asyncio.Event()
+        engines[0].stream = [TOKENS[0], gate, *TOKENS[1:]]
+        first = asyncio.create_task(running.streamed())
+        await running.until(lambda: engines[0].verbs == ["start_generate"])
+        leaving = asyncio.create_task(
+            registry.drain("decode-0") if way == "drain" else registry.remove("decode-0")
+        )
+        await running.until(lambda: running.ids("all") == ["decode-1"])
+        registry.undrain("decode-0")
+        with pytest.raises(ConfigError, match="was given requests again meanwhile"):
+            await leaving
+        gate.set()
+        assert (await first).count("data: [DONE]") == 1
+        assert [engine.verbs.count("start_generate") for engine in engines] == [1, 0]
+        assert [peer.status for peer in registry.peers] == ["up", "up"]
+        await registry.drain("decode-0")  # as if nothing had been
+        assert running.ids("all") == ["decode-1"]
+
+    run(scenario, [ONE, TWO], engine_drain_timeout_s=0.1)
+
+
 def test_an_engine_changes_sides() -> None:
     async def scenario(running: Running, engines: list[EngineServer]) -> None:
         cluster = running.registry.cluster
