@@ -185,6 +185,7 @@ def test_a_full_engine_is_not_asked_twice() -> None:
         assert caught.value.retry_after_s == 7.0
         asked = [engine for engine, verb in hosted.cluster.calls if verb == "prep_recv"]
         assert sorted(asked) == ["decode-0", "decode-1"]
+        assert hosted.served.refreshes == 0  # who is full is there: nobody has to be looked for
         await hosted.settle()
 
     run(scenario)
