@@ -68,7 +68,7 @@ class ExperimentSettings:
 
 
 class Experiment:
-    """All runs. ``runs`` has those that have ended, also when ``run`` was cancelled."""
+    """All runs. ``runs`` has those that have ended, also when ``run`` was cancelled or has failed."""
 
     def __init__(
         self,
@@ -96,6 +96,8 @@ class Experiment:
     async def run(self) -> list[Run]:
         """Raises EngineUnavailable, ConfigError when a target does not answer as it should."""
         for target in self._targets:
+            if self.stopped:
+                return self.runs
             await self._try(target)
         for turn, arrivals in enumerate(self._loads):
             first = turn % len(self._targets)
@@ -117,11 +119,14 @@ class Experiment:
     async def _run(self, target: Target, arrivals: Arrivals, salt: str) -> Run:
         await target.prepare()
         workload = self._make(target, salt)
-        before, began_at, cpu_s = await target.stats(), time.time(), time.process_time()
+        before = await target.stats()
         load = Load(target.wire, workload, arrivals, self._settings.load, self._progress.show)
         self._load = load
+        if self.stopped:  # meanwhile
+            load.stop()
         self._progress.begin(f"{target.label}, {load_name(arrivals)}")
-        limit = self._settings.max_run_s
+        await load.prepare()
+        began_at, cpu_s, limit = time.time(), time.process_time(), self._settings.max_run_s
         timer = None if limit is None else asyncio.get_running_loop().call_later(limit, load.stop)
         try:
             records = await load.run()
@@ -130,8 +135,10 @@ class Experiment:
             if timer is not None:
                 timer.cancel()
         duration_s, used_s = load.clock(), time.process_time() - cpu_s
-        await target.settle()
-        summary = summarize(records, self._settings.slo)
+        self._progress.end(load)
+        if not self.stopped:
+            await target.settle()
+        summary = summarize(records, self._settings.slo, duration_s)
         return Run(
             label=target.label,
             load=load_name(arrivals),

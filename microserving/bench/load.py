@@ -1,7 +1,8 @@
 """One run: sends a workload's requests at the times that the arrivals say, and gives what was measured.
 
 Open loops are open: a request is sent when it is due, whatever became of those before it, and its latencies count from
-the time that it was due. Owns the tasks of a run; all have ended when ``run`` returns.
+the time that it was due. Texts are made before the run: to make them while answers come would delay the client's clock.
+Owns the tasks of a run; all have ended when ``run`` returns.
 """
 
 from __future__ import annotations
@@ -17,6 +18,9 @@ from microserving.bench.arrivals import Arrivals, Closed, OpenArrivals
 from microserving.bench.client import Wire, measure
 from microserving.bench.measurement import INTERRUPTED, Measured
 from microserving.bench.workloads import Ask, Session, Workload
+
+_MAX_PREPARED = 1000
+"""Conversations, of memory and of the time before a run; later ones are made just before they are due."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,9 +45,12 @@ class Load:
         settings: LoadSettings,
         on_change: Callable[[Load], None] | None = None,
     ) -> None:
-        """on_change: called when a request was sent or has ended."""
+        """on_change: called when a request was sent or has ended. running: requests that were sent and have not ended;
+        failed: counted ones."""
         self.records: list[Measured] = []
         self.began = 0.0
+        self.running = 0
+        self.failed = 0
         self._wire = wire
         self._workload = workload
         self._arrivals = arrivals
@@ -55,6 +62,7 @@ class Load:
         self._gate = None if settings.max_concurrency is None else asyncio.Semaphore(settings.max_concurrency)
         self._on_change = on_change or (lambda _: None)
         self._left = self._counted
+        self._prepared: dict[int, tuple[Session, Ask]] = {}
         self._over = asyncio.Event()
         self._tasks: set[asyncio.Task[None]] = set()
         self._bug: BaseException | None = None
@@ -68,13 +76,6 @@ class Load:
     def sessions_done(self) -> int:
         return self._counted - self._left
 
-    @property
-    def running(self) -> int:
-        """Requests that were sent and have not ended."""
-        return sum(
-            record.sent is not None and record.ended is None and not record.error for record in self.records
-        )
-
     def clock(self) -> float:
         """Seconds since the run began."""
         return asyncio.get_running_loop().time() - self.began
@@ -82,6 +83,15 @@ class Load:
     def stop(self) -> None:
         """End the run now; what is under way counts as interrupted."""
         self._over.set()
+
+    async def prepare(self) -> None:
+        """Make the first requests of the conversations that are counted, and of as many that keep up the load."""
+        wanted = self._warmup + self._counted * (2 if self._keep_load else 1)
+        for number in itertools.islice(self._numbers(), min(wanted, _MAX_PREPARED)):
+            if self._over.is_set():
+                return
+            self._prepared[number] = self._open(number)
+            await asyncio.sleep(0)  # others go on
 
     async def run(self) -> list[Measured]:
         """The records of all that was sent, in the order of their scheduled times."""
@@ -102,8 +112,7 @@ class Load:
 
     async def _run_open(self, arrivals: OpenArrivals) -> None:
         for number, offset in zip(self._numbers(), arrivals.times(), strict=False):
-            session = self._workload.session(number)
-            ask = next(session)  # before it is due: to make its text takes time
+            session, ask = self._open(number)
             if not await self._until(offset):
                 return
             self._start(self._converse(number, session, ask, offset))
@@ -115,9 +124,15 @@ class Load:
 
     async def _keep_conversing(self, numbers: Iterator[int]) -> None:
         for number in numbers:
-            session = self._workload.session(number)
-            ask = next(session)
+            session, ask = self._open(number)
             await self._converse(number, session, ask, self.clock())
+
+    def _open(self, number: int) -> tuple[Session, Ask]:
+        """A conversation and its first request."""
+        if (prepared := self._prepared.pop(number, None)) is not None:
+            return prepared
+        session = self._workload.session(number)
+        return session, next(session)
 
     def _numbers(self) -> Iterator[int]:
         """Of the conversations that there are to send."""
@@ -151,9 +166,7 @@ class Load:
         for turn in itertools.count():
             record = Measured(number, scheduled, turn, ask.phase, counted)
             self.records.append(record)
-            async with self._gate or nullcontext():
-                self._on_change(self)
-                text = await measure(self._wire, ask.path, ask.body, record, self.clock)
+            text = await self._send(ask, record)
             try:
                 if record.error is not None:
                     break
@@ -164,6 +177,18 @@ class Load:
             if not await self._until(scheduled):
                 return
         self._ended(counted)
+
+    async def _send(self, ask: Ask, record: Measured) -> str:
+        """One request, when the client may; the text of its answer."""
+        async with self._gate or nullcontext():
+            self.running += 1
+            self._on_change(self)
+            try:
+                text = await measure(self._wire, ask.path, ask.body, record, self.clock)
+            finally:
+                self.running -= 1
+        self.failed += record.counted and record.error is not None
+        return text
 
     def _ended(self, counted: bool) -> None:
         self._left -= counted

@@ -11,6 +11,8 @@ from microserving.observability.console import Console
 
 _REDRAW_S = 0.25
 _LINE_S = 20.0
+_LATEST = 200
+"""Requests whose TTFT is shown."""
 
 
 class Progress:
@@ -36,21 +38,25 @@ class Progress:
         if now - self._told < self._every:
             return
         self._told = now
-        text = f"[{self._number}/{self._runs}] {self._title}: {state_of(load)}"
         if sys.stderr.isatty():
-            self._console.progress(text, load.sessions_done / max(load.sessions, 1))
+            self._console.progress(self._text(load), load.sessions_done / max(load.sessions, 1))
         else:
-            self._console.line(text)
+            self._console.line(self._text(load))
+
+    def end(self, load: Load) -> None:
+        """The run is over: a line that stays."""
+        self._console.line(self._text(load))
+
+    def _text(self, load: Load) -> str:
+        return f"[{self._number}/{self._runs}] {self._title}: {state_of(load)}"
 
 
 def state_of(load: Load) -> str:
-    """In words."""
-    counted = [record for record in load.records if record.counted]
-    failed = sum(record.error is not None for record in counted)
-    ttft = spread(record.ttft for record in counted)
+    """In words. Takes no longer in a long run: what is measured by this process waits meanwhile."""
+    ttft = spread(record.ttft for record in load.records[-_LATEST:] if record.counted)
     shown = [f"{load.sessions_done}/{load.sessions} done", f"{load.running} running"]
-    if failed:
-        shown.append(f"{failed} FAILED")
+    if load.failed:
+        shown.append(f"{load.failed} FAILED")
     if ttft.count:
         shown.append(f"TTFT p50 {ttft.p50:.2f} s")
     return ", ".join(shown)

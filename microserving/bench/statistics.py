@@ -40,6 +40,12 @@ class Slo:
     itl: float | None = None
     jct: float | None = None
 
+    def missed_by(self, record: Measured, now: float) -> bool:
+        """Whether a request that has not ended at ``now`` took too long already."""
+        first = record.pieces[0] if record.pieces else now
+        so_far = ((self.ttft, first - record.scheduled), (self.jct, now - record.scheduled))
+        return any(limit is not None and time > limit for limit, time in so_far)
+
     @classmethod
     def parse(cls, text: str) -> Slo:
         """``ttft=2s,tpot=100ms``. Raises ValueError."""
@@ -70,7 +76,8 @@ class Summary:
     """One run. latencies: seconds, of those requests that ended well, by name. errors: how many failed with what.
 
     wall_s: from the first scheduled time to the last end; rates are per second of it. good: met the objectives.
-    no_usage, disagreeing: of the completed, those whose server told no token counts, or wrong ones.
+    no_usage, disagreeing: of the completed, those whose server told no token counts, or wrong ones. missed: of the
+    interrupted, those that had missed an objective already.
     """
 
     requests: int
@@ -91,11 +98,12 @@ class Summary:
     no_usage: int = 0
     disagreeing: int = 0
     phases: dict[str, dict[str, Spread]] = field(default_factory=dict)
+    missed: int = 0
 
     @property
     def good_share(self) -> float:
-        """Of all requests but those that were interrupted."""
-        wanted = self.requests - self.interrupted
+        """Of all requests but those that were interrupted while nobody could know."""
+        wanted = self.requests - self.interrupted + self.missed
         return self.good / wanted if wanted else 0.0
 
     def as_dict(self) -> dict[str, Any]:
@@ -122,8 +130,8 @@ def spread(values: Iterable[float | None]) -> Spread:
     return Spread(len(known), math.fsum(known) / len(known), p50, p90, p99, max(known))
 
 
-def summarize(records: Iterable[Measured], slo: Slo | None = None) -> Summary:
-    """Of the records that are counted."""
+def summarize(records: Iterable[Measured], slo: Slo | None = None, over_s: float | None = None) -> Summary:
+    """Of the records that are counted. over_s: when the run was over, on their clock; None: no matter."""
     counted = [record for record in records if record.counted]
     done = [record for record in counted if record.ok]
     errors = Counter(record.error for record in counted if record.error is not None)
@@ -131,9 +139,11 @@ def summarize(records: Iterable[Measured], slo: Slo | None = None) -> Summary:
     ends = [record.ended for record in counted if record.ended is not None]
     wall_s = max(ends) - min(record.scheduled for record in counted) if ends else 0.0
     per_s = 1 / wall_s if wall_s > 0 else 0.0
-    good = sum((slo or Slo()).met_by(record) for record in counted)
+    objectives = slo or Slo()
+    cut = [record for record in counted if record.error == INTERRUPTED] if over_s is not None else []
     tokens = [sum(getattr(record, name) for record in done) for name in ("prompt_tokens", "output_tokens")]
     names = sorted({record.phase for record in done if record.phase})
+    good = sum(objectives.met_by(record) for record in counted)
     return Summary(
         requests=len(counted),
         completed=len(done),
@@ -153,6 +163,7 @@ def summarize(records: Iterable[Measured], slo: Slo | None = None) -> Summary:
         no_usage=sum(not record.usage for record in done),
         disagreeing=sum(record.disagrees for record in done),
         phases={name: _latencies([r for r in done if r.phase == name]) for name in names},
+        missed=sum(objectives.missed_by(record, over_s or 0.0) for record in cut),
     )
 
 

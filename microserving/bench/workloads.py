@@ -187,12 +187,18 @@ class Chat(Workload):
     def session(self, number: int) -> Session:
         style, draw = self._style, self._style.draw(self.name, number)
         messages: list[Message] = [{"role": "system", "content": self._system}] if self._system else []
-        for turn in range(self._turns):
-            messages.append({"role": "user", "content": style.prose.passage(draw, self._prompt.sample(draw))})
-            think_s = draw.expovariate(1 / self._think_s) if turn and self._think_s else 0.0
+        turns = [self._turn(draw, turn) for turn in range(self._turns)]  # while nothing is measured
+        for turn, (text, think_s, output_tokens) in enumerate(turns):
+            messages.append({"role": "user", "content": text})
             seed = number * self._turns + turn
-            answer = yield style.chat(messages, self._output.sample(draw), seed, f"turn {turn + 1}", think_s)
+            answer = yield style.chat(messages, output_tokens, seed, f"turn {turn + 1}", think_s)
             messages.append({"role": "assistant", "content": answer})
+
+    def _turn(self, draw: random.Random, turn: int) -> tuple[str, float, int]:
+        """What the user says, how long after the answer before, and the length of the answer."""
+        text = self._style.prose.passage(draw, self._prompt.sample(draw))
+        think_s = draw.expovariate(1 / self._think_s) if turn and self._think_s else 0.0
+        return text, think_s, self._output.sample(draw)
 
     def describe(self) -> dict[str, Any]:
         return {

@@ -15,9 +15,10 @@ from microserving.bench.arrivals import Arrivals, Closed, Constant, Poisson, Rep
 from microserving.bench.lengths import Lengths
 from microserving.bench.load import Load, LoadSettings
 from microserving.bench.measurement import Measured
+from microserving.bench.progress import state_of
 from microserving.bench.statistics import Slo, Spread, Summary, summarize
 from microserving.bench.texts import Prose
-from microserving.bench.workloads import Chat, Sampling, Style, Synthetic, Workload
+from microserving.bench.workloads import Chat, Sampling, Session, Style, Synthetic, Workload
 from microserving.testing.virtual_time import run_virtual
 
 from .mock_server import MockServer, Plan
@@ -48,7 +49,9 @@ def measured(
 
     async def run() -> tuple[list[Measured], MockServer]:
         mock = MockServer(given, **(server or {}))
-        records = await Load(mock, workload, arrivals, LoadSettings(sessions, **settings)).run()
+        load = Load(mock, workload, arrivals, LoadSettings(sessions, **settings))
+        await load.prepare()
+        records = await load.run()
         assert len(asyncio.all_tasks()) == 1
         return records, mock
 
@@ -197,6 +200,76 @@ def test_a_run_that_is_stopped_keeps_what_was_measured() -> None:
     summary = summarize(run_virtual(run()))
     assert (summary.requests, summary.completed, summary.interrupted, summary.failed) == (21, 19, 2, 0)
     assert summary.good_share == 1.0
+
+
+def test_texts_are_made_before_anything_is_measured() -> None:
+    """Of the counted ones, and of as many that keep up the load: to make one takes the client milliseconds."""
+    made: list[tuple[int, float]] = []
+
+    class Noted(Synthetic):
+        def session(self, number: int) -> Session:
+            made.append((number, asyncio.get_running_loop().time()))
+            return super().session(number)
+
+    noted = Noted(STYLE, Lengths.parse("12"), Lengths.parse("4"))
+    measured(Constant(1.0), itertools.repeat(Plan(9.5, ())), 5, warmup=2, workload=noted)
+    assert made[:12] == [(number, 0.0) for number in range(12)]
+    assert [number for number, _ in made] == list(range(len(made)))
+    assert len(made) > 12  # the last counted one, due at 6 s, ended at 15.5 s
+    made.clear()
+    measured(Closed(3), itertools.repeat(Plan(0.5, ())), 5, workload=noted, keep_load=False)
+    assert made == [(number, 0.0) for number in range(5)]
+
+
+def test_a_stopped_load_prepares_and_sends_nothing() -> None:
+    async def run() -> tuple[list[Measured], int]:
+        server = MockServer(itertools.repeat(Plan()))
+        load = Load(server, WORKLOAD, Constant(2.0), LoadSettings(100))
+        load.stop()
+        await load.prepare()
+        return await load.run(), len(server.served)
+
+    assert run_virtual(run()) == ([], 0)
+
+
+def test_progress_says_how_many_are_done_run_and_failed() -> None:
+    async def run() -> list[str]:
+        given = iter([Plan(0.15, (0.5,)), Plan(status=503), Plan(0.35, (0.5,))])
+        settings = LoadSettings(3, keep_load=False)
+        shown: list[str] = []
+        load = Load(
+            MockServer(given), WORKLOAD, Constant(10.0), settings, lambda load: shown.append(state_of(load))
+        )
+        await load.run()
+        assert (load.running, load.failed) == (0, 1)
+        return shown
+
+    assert run_virtual(run()) == [
+        "0/3 done, 1 running",
+        "0/3 done, 2 running",
+        "1/3 done, 1 running, 1 FAILED",
+        "1/3 done, 2 running, 1 FAILED, TTFT p50 0.15 s",
+        "2/3 done, 1 running, 1 FAILED, TTFT p50 0.25 s",
+        "3/3 done, 0 running, 1 FAILED, TTFT p50 0.25 s",
+    ]
+
+
+def test_what_was_late_when_its_run_was_cut_has_missed_its_objective() -> None:
+    """One after the other, of 1 s each, due every half second: when the run is cut at 10.1 s, eleven have not ended, and
+    those due before 7.9 s are late by any objective of 2.2 s."""
+
+    async def run() -> list[Measured]:
+        server = MockServer(itertools.repeat(Plan(0.5, (0.5,))), one_at_a_time=True)
+        load = Load(server, WORKLOAD, Constant(2.0), LoadSettings(100))
+        asyncio.get_running_loop().call_later(10.1, load.stop)
+        return await load.run()
+
+    records = run_virtual(run())
+    for objective, good, missed in (("ttft=2.2s", 4, 6), ("jct=2.2s", 3, 6), ("ttft=60s", 10, 0)):
+        summary = summarize(records, Slo.parse(objective), 10.1)
+        assert (summary.requests, summary.completed, summary.interrupted) == (21, 10, 11)
+        assert (summary.good, summary.missed) == (good, missed)
+        assert summary.good_share == pytest.approx(good / (10 + missed))
 
 
 def test_a_cancelled_run_leaves_no_task() -> None:
