@@ -5,6 +5,7 @@ Knows OpenAI's two endpoints as far as their streams go. Bytes come from a ``Wir
 
 from __future__ import annotations
 
+import asyncio
 import json
 from collections.abc import AsyncGenerator, Callable, Mapping
 from contextlib import aclosing
@@ -18,16 +19,19 @@ from microserving.router.connection import ConnectionFailedError
 from microserving.router.connections import Connections
 
 _CONNECT_TIMEOUT_S = 10.0
+_END_S = 1.0
+"""Of a stream whose last event has come."""
 _TEXTS = ("content", "reasoning_content", "reasoning", "refusal")
 """Where a chat's chunk has output, beside its tool calls."""
 
 
 class FailedRequestError(Exception):
-    """kind: a short word that failures are counted by, as `503 overloaded`."""
+    """kind: a short word that failures are counted by, as `503 overloaded`. message: the server's own, if it has one."""
 
-    def __init__(self, kind: str) -> None:
+    def __init__(self, kind: str, message: str = "") -> None:
         super().__init__(kind)
         self.kind = kind
+        self.message = message
 
 
 class Wire(Protocol):
@@ -37,14 +41,17 @@ class Wire(Protocol):
 
 
 class HttpWire:
-    """OpenAI's address (``http://host:port/v1``; the `/v1` may be left out). Raises ConfigError for what is no URL."""
+    """OpenAI's address (``http://host:port/v1``; the `/v1` may be left out). Raises ConfigError for what is no URL.
+
+    url: without a slash at its end; what follows is the path of an endpoint."""
 
     def __init__(self, base_url: str, *, api_key: str | None = None, timeout_s: float = 600.0) -> None:
         """timeout_s: after which an answer that is not whole has failed."""
-        parts = urlsplit(base_url)
-        if parts.scheme not in ("http", "https") or not parts.hostname or not base_url.isascii():
+        if not _is_address(base_url):
             raise ConfigError(f"{base_url!r} is no address of a server, as http://127.0.0.1:8000/v1")
+        parts = urlsplit(base_url)
         self._prefix = parts.path.rstrip("/") or "/v1"
+        self.url = f"{parts.scheme}://{parts.netloc}{self._prefix}"
         self._timeout_s = timeout_s
         self._headers = {b"content-type": b"application/json"}
         self._connections = Connections(
@@ -60,7 +67,7 @@ class HttpWire:
             )
             try:
                 if answer.status != 200:
-                    raise FailedRequestError(_refusal(answer.status, await answer.read()))
+                    raise _refusal(answer.status, await answer.read())
                 while piece := await answer.next_piece():
                     yield piece
             finally:
@@ -81,20 +88,47 @@ async def measure(
 
     clock: seconds since the run began.
     """
+    try:
+        return await try_to_measure(wire, path, body, record, clock)
+    except FailedRequestError:
+        return ""
+
+
+async def try_to_measure(
+    wire: Wire, path: str, body: Mapping[str, Any], record: Measured, clock: Callable[[], float]
+) -> str:
+    """As ``measure``. Raises FailedRequestError when ``record`` is filled in."""
     reading = _Reading(record)
     payload = json.dumps(body, ensure_ascii=False, separators=(",", ":")).encode()
     record.sent = clock()
     try:
-        async with aclosing(wire.stream(path, payload)) as pieces:
-            async for piece in pieces:
-                reading.feed(piece, clock())
+        await _read_all(wire.stream(path, payload), reading, clock)
         reading.check_end()
     except FailedRequestError as error:
-        record.error = error.kind
-    except EngineUnavailable as error:  # an event over the parser's limit
-        record.error = error.message
+        record.error, record.ended = error.kind, clock()
+        raise
     record.ended = clock() if reading.ended is None else reading.ended
     return "".join(reading.texts)
+
+
+async def _read_all(
+    stream: AsyncGenerator[bytes, None], reading: _Reading, clock: Callable[[], float]
+) -> None:
+    """To its end, so that the connection can be used again. What comes of it after the last event, or does not, is not
+    the answer's. Raises FailedRequestError."""
+    try:
+        async with aclosing(stream) as pieces, asyncio.timeout(None) as limit:
+            async for piece in pieces:
+                reading.feed(piece, clock())
+                if reading.is_whole and limit.when() is None:
+                    limit.reschedule(asyncio.get_running_loop().time() + _END_S)
+    except TimeoutError:
+        return
+    except FailedRequestError:
+        if not reading.is_whole:
+            raise
+    except EngineUnavailable as error:  # an event over the parser's limit
+        raise FailedRequestError(error.message) from None
 
 
 class _Reading:
@@ -130,7 +164,7 @@ class _Reading:
         if not isinstance(chunk, dict):
             raise FailedRequestError("a chunk is no object")
         if chunk.get("error"):
-            raise FailedRequestError(_error_kind(chunk["error"]))
+            raise FailedRequestError(_error_kind(chunk["error"]), _error_message(chunk["error"]))
         try:
             self._read(chunk, now)
         except (AttributeError, TypeError, ValueError):
@@ -173,12 +207,26 @@ def _output(choice: Mapping[str, Any]) -> tuple[str, bool]:
     return "".join(delta.get(key) or "" for key in _TEXTS), bool(delta.get("tool_calls"))
 
 
-def _refusal(status: int, body: bytes) -> str:
+def _is_address(url: str) -> bool:
+    try:
+        parts = urlsplit(url)
+        port, host = parts.port, parts.hostname or ""
+    except ValueError:
+        return False
+    more = parts.username is not None or "?" in url or "#" in url  # nothing of that could be sent
+    plain = url.isascii() and url.isprintable() and " " not in url and not more
+    labels = host.removesuffix(".").split(".")
+    return (
+        plain and parts.scheme in ("http", "https") and port != 0 and all(0 < len(one) < 64 for one in labels)
+    )
+
+
+def _refusal(status: int, body: bytes) -> FailedRequestError:
     try:
         error = json.loads(body)["error"]
     except (ValueError, KeyError, TypeError):
-        return str(status)
-    return f"{status} {_error_kind(error)}"
+        return FailedRequestError(str(status))
+    return FailedRequestError(f"{status} {_error_kind(error)}", _error_message(error))
 
 
 def _error_kind(error: object) -> str:
@@ -186,3 +234,7 @@ def _error_kind(error: object) -> str:
     if not isinstance(error, dict):
         return "error"
     return str(error.get("code") or error.get("type") or "error")
+
+
+def _error_message(error: object) -> str:
+    return str(error.get("message") or "") if isinstance(error, dict) else str(error)

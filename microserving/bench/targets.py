@@ -13,7 +13,7 @@ from typing import Any
 
 import httpx
 
-from microserving.bench.client import HttpWire, measure
+from microserving.bench.client import FailedRequestError, HttpWire, try_to_measure
 from microserving.bench.measurement import Measured
 from microserving.errors import ConfigError, EngineUnavailable
 
@@ -57,7 +57,7 @@ class Target:
         self.about = {"url": base_url, **(about or {})}
         self.wire = HttpWire(base_url, api_key=api_key, timeout_s=timeout_s)
         self._program = program
-        self._root = base_url.rstrip("/").removesuffix("/v1")
+        self._root = self.wire.url.removesuffix("/v1")
         headers = {} if api_key is None else {"authorization": f"Bearer {api_key}"}
         self._http = httpx.AsyncClient(timeout=_CONTROL_TIMEOUT_S, headers=headers, trust_env=False)
         transport = None if admin is None else httpx.AsyncHTTPTransport(uds=admin)
@@ -72,19 +72,19 @@ class Target:
         """Find out the model, unless it is known, and whether the server is one of ours, which know `cache_salt`. Raises
         EngineUnavailable, ConfigError."""
         try:
-            answer = await self._http.get(f"{self._root}/v1/models")
+            answer = await self._http.get(f"{self.wire.url}/models")
             served = answer.json()["data"][0]
             self.salted = self.salted or served.get("owned_by") == "microserving"
             self.model = self.model or str(served["id"])
         except httpx.HTTPError as error:
             raise EngineUnavailable(
-                f"{self.label}: nobody answers at {self.about['url']}: {error}"
+                f"{self.label}: nobody answers at {self.about['url']}: {_words(error)}"
             ) from error
         except (AttributeError, ValueError, KeyError, IndexError, TypeError) as error:
             if self.model is not None:
                 return
             raise ConfigError(
-                f"{self.label}: /v1/models tells no model (status {answer.status_code}); name it with --model"
+                f"{self.label}: /models tells no model (status {answer.status_code}); name it with --model"
             ) from error
 
     async def prepare(self) -> None:
@@ -95,16 +95,18 @@ class Target:
         try:
             answer = await self._admin.post("http://router/admin/program/deploy", json=body)
         except httpx.HTTPError as error:
-            raise EngineUnavailable(f"{self.label}: its router does not answer: {error}") from error
+            raise EngineUnavailable(f"{self.label}: its router does not answer: {_words(error)}") from error
         if answer.status_code != 200:
-            raise ConfigError(f"{self.label}: {answer.json()['error']['message']}")
+            raise ConfigError(f"{self.label}: {_refused(answer)}")
 
     async def ask(self, path: str, body: Mapping[str, Any]) -> Measured:
         """One request outside of a run. Raises ConfigError when it fails."""
         record = Measured(0, 0.0)
-        await measure(self.wire, path, body, record, asyncio.get_running_loop().time)
-        if record.error is not None:
-            raise ConfigError(f"{self.label}: a first request failed: {record.error}")
+        try:
+            await try_to_measure(self.wire, path, body, record, asyncio.get_running_loop().time)
+        except FailedRequestError as error:
+            words = ": ".join(filter(None, (error.kind, error.message)))
+            raise ConfigError(f"{self.label}: a first request failed: {words}") from None
         return record
 
     async def stats(self) -> dict[str, Any] | None:
@@ -121,6 +123,19 @@ class Target:
             async with asyncio.timeout(_IDLE_TIMEOUT_S):
                 while (stats := await self.stats()) is not None and stats["requests_in_flight"]:  # noqa: ASYNC110 - over HTTP
                     await asyncio.sleep(_IDLE_PROBE_S)
+
+
+def _words(error: httpx.HTTPError) -> str:
+    """Some have none of their own."""
+    return str(error) or type(error).__name__
+
+
+def _refused(answer: httpx.Response) -> str:
+    """What the router says against a program."""
+    try:
+        return str(answer.json()["error"]["message"])
+    except (ValueError, KeyError, TypeError):
+        return f"its router takes no program (status {answer.status_code})"
 
 
 @dataclass(frozen=True, slots=True)

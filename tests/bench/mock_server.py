@@ -57,7 +57,8 @@ class Served:
 class MockServer:
     """plans: of the requests in the order of their coming. one_at_a_time: as a server with one slot; the others wait.
 
-    stall: (begin, end) since ``start``: nothing leaves between them. owned_by: what it says of its model.
+    stall: (begin, end) since ``start``: nothing leaves between them. owned_by: what it says of its model. looked_up: the
+    paths of what was read; keys: the `Authorization` of requests, in lower case.
     """
 
     def __init__(
@@ -69,6 +70,8 @@ class MockServer:
     ) -> None:
         self.served: list[Served] = []
         self.owned_by = "somebody"
+        self.looked_up: list[str] = []
+        self.keys: list[bytes | None] = []
         self._plans = plans
         self._slot = asyncio.Semaphore(1 if one_at_a_time else 10**6)
         self._stall = stall
@@ -142,9 +145,11 @@ async def listening(server: MockServer) -> AsyncIterator[str]:
             while head := await reader.readuntil(b"\r\n\r\n"):
                 method, path = head.decode().split(" ")[:2]
                 if method == "GET":
+                    server.looked_up.append(path)
                     await _tell(writer, server, path)
                     continue
                 fields = dict(line.lower().split(b": ", 1) for line in head.strip().split(b"\r\n")[1:])
+                server.keys.append(fields.get(b"authorization"))
                 body = await reader.readexactly(int(fields[b"content-length"]))
                 await _write(writer, server, path, body)
         except (asyncio.IncompleteReadError, ConnectionError, asyncio.CancelledError):

@@ -6,14 +6,16 @@ import asyncio
 import itertools
 import json
 from collections.abc import AsyncGenerator, Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
 from openai import AsyncOpenAI
 
-from microserving.bench.client import HttpWire, measure
+from microserving.bench.client import FailedRequestError, HttpWire, measure
 from microserving.bench.measurement import Measured
+from microserving.bench.targets import Program, Target
 from microserving.errors import ConfigError
 from microserving.testing.virtual_time import run_virtual
 
@@ -122,6 +124,28 @@ def test_what_is_no_whole_answer_has_failed(events: Sequence[Any], error: str) -
     assert (record.error, record.ok) == (error, False)
 
 
+@pytest.mark.parametrize("after", ["silence", "a broken connection"])
+def test_what_comes_after_the_last_event_is_not_the_answers(after: str) -> None:
+    class Wire(Script):
+        async def stream(self, path: str, body: bytes) -> AsyncGenerator[bytes, None]:
+            async for data in super().stream(path, body):
+                yield data
+            if after == "silence":
+                await asyncio.sleep(600)
+            raise FailedRequestError("connection: closed by the peer")
+
+    async def run() -> tuple[Measured, float]:
+        clock = asyncio.get_running_loop().time
+        record = Measured(0, 0.0)
+        pieces = (f"data: {json.dumps(piece('a'))}\n\n".encode(), b"data: [DONE]\n\n")
+        assert await measure(Wire(*pieces), "/completions", {}, record, clock) == "a"
+        return record, clock()
+
+    record, over = run_virtual(run())
+    assert (record.error, record.ended, record.output_tokens) == (None, pytest.approx(0.02), 1)
+    assert over < 2
+
+
 def test_a_record_survives_json() -> None:
     record, _ = read(piece("a"), piece("b"), END, "[DONE]")
     record.pieces = [0.01, 0.02]
@@ -221,7 +245,9 @@ def test_both_agree_with_the_server_over_a_real_socket() -> None:
 # HTTP
 
 
-async def refused(status: int, body: bytes) -> str | None:
+async def refused(status: int, body: bytes) -> tuple[str | None, str]:
+    """What is counted, and what a user is told when it is the first request."""
+
     async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         await reader.readuntil(b"\r\n\r\n")
         writer.write(b"HTTP/1.1 %d No\r\ncontent-length: %d\r\n\r\n%b" % (status, len(body), body))
@@ -230,24 +256,66 @@ async def refused(status: int, body: bytes) -> str | None:
 
     server = await asyncio.start_server(serve, "127.0.0.1", 0)
     async with server:
-        wire = HttpWire(f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}", api_key="k")
+        target = Target("t", f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}", api_key="k")
         record = Measured(0, 0.0)
-        await measure(wire, "/completions", BODY, record, asyncio.get_running_loop().time)
-        await wire.close()
-    return record.error
+        await measure(target.wire, "/completions", BODY, record, asyncio.get_running_loop().time)
+        with pytest.raises(ConfigError) as caught:
+            await target.ask("/completions", BODY)
+        await target.close()
+    return record.error, caught.value.message
 
 
 @pytest.mark.parametrize(
-    ("status", "body", "error"),
+    ("status", "body", "error", "words"),
     [
-        (503, b'{"error": {"code": "overloaded", "type": "server_error"}}', "503 overloaded"),
-        (400, b'{"error": {"code": null, "type": "invalid_request_error"}}', "400 invalid_request_error"),
-        (502, b"<html>", "502"),
-        (500, b'"x"', "500"),
+        (503, b'{"error": {"code": "overloaded", "type": "server_error"}}', "503 overloaded", ""),
+        (400, b'{"error": {"code": null, "type": "bad", "message": "What is ignore_eos?"}}', "400 bad", ": What is ignore_eos?"),
+        (502, b"<html>", "502", ""),
+        (500, b'"x"', "500", ""),
+        (500, b'{"error": "broken"}', "500 error", ": broken"),
     ],
+)  # fmt: skip
+def test_a_refusal_is_named(status: int, body: bytes, error: str, words: str) -> None:
+    assert asyncio.run(refused(status, body)) == (error, f"t: a first request failed: {error}{words}")
+
+
+@pytest.mark.parametrize(
+    ("body", "words"), [(b'{"error": {"message": "no such role"}}', "no such role"), (b"oops", "status 500")]
 )
-def test_a_refusal_is_named(status: int, body: bytes, error: str) -> None:
-    assert asyncio.run(refused(status, body)) == error
+def test_a_router_that_takes_no_program(body: bytes, words: str, tmp_path: Path) -> None:
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.readuntil(b"\r\n\r\n")
+        writer.write(
+            b"HTTP/1.1 500 No\r\nconnection: close\r\ncontent-length: %d\r\n\r\n%b" % (len(body), body)
+        )
+        await writer.drain()
+        writer.close()
+
+    async def run() -> None:
+        path = str(tmp_path / "s")
+        async with await asyncio.start_unix_server(serve, path):
+            target = Target("t", "http://x", admin=path, program=Program("p", {}, {}))
+            with pytest.raises(ConfigError, match=f"t: .*{words}"):
+                await target.prepare()
+            await target.close()
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize(
+    ("path", "asked"),
+    [("", "/v1/models"), ("/v1/", "/v1/models"), ("/openai/v1beta", "/openai/v1beta/models")],
+)
+def test_the_model_is_looked_up_where_the_requests_go(path: str, asked: str) -> None:
+    async def run() -> list[str]:
+        server = MockServer(itertools.repeat(Plan()))
+        async with listening(server) as url:
+            target = Target("t", url.removesuffix("/v1") + path, model="m")
+            await target.connect()
+            await target.close()
+        return server.looked_up
+
+    assert asyncio.run(run()) == [asked]
 
 
 def test_nobody_there_and_no_answer_in_time() -> None:
@@ -270,7 +338,19 @@ def test_nobody_there_and_no_answer_in_time() -> None:
     assert nobody.startswith("connection: ")
 
 
-@pytest.mark.parametrize("url", ["", "127.0.0.1:8000", "ftp://x/v1", "http://", "http://ä/v1"])
+@pytest.mark.parametrize(
+    "url",
+    ["", "127.0.0.1:8000", "ftp://x/v1", "http://", "http://ä/v1", "http://x:99999", "http://x:0", "http://[::1/v1",
+     "http://a b/v1", "http://a..b/v1", "http://x\n/v1", "http://me:secret@x/v1", "http://x/v1?key=k", "http://x/v1#a"],
+)  # fmt: skip
 def test_what_is_no_address(url: str) -> None:
     with pytest.raises(ConfigError, match="is no address of a server"):
         HttpWire(url)
+
+
+@pytest.mark.parametrize(
+    ("url", "shown"),
+    [("http://x", "http://x/v1"), ("https://x.y.:8/v1/", "https://x.y.:8/v1"), ("http://[::1]:8000/v1", "http://[::1]:8000/v1")],
+)  # fmt: skip
+def test_addresses(url: str, shown: str) -> None:
+    assert HttpWire(url).url == shown
