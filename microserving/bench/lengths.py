@@ -9,12 +9,15 @@ from typing import Literal, get_args
 
 Kind = Literal["fixed", "uniform", "normal", "lognormal", "exponential"]
 _ARGUMENTS: dict[Kind, int] = {"fixed": 1, "uniform": 2, "normal": 2, "lognormal": 2, "exponential": 1}
+_MAX_TOKENS = 1_000_000
+_MAX_SIGMA = 4
+"""Of the logarithm: a deviation in tokens, taken for it, would ask for texts without end."""
 FORMS = "600, uniform:400:800, normal:600:100 (deviation), lognormal:600:0.5 (median, sigma), exponential:600"
 
 
 @dataclass(frozen=True, slots=True)
 class Lengths:
-    """Tokens, at least one. text: what it was written as."""
+    """Tokens, at least one, at most a million. text: what it was written as."""
 
     kind: Kind
     arguments: tuple[float, ...]
@@ -30,7 +33,8 @@ class Lengths:
         except ValueError:
             arguments = ()
         good = name in kinds and len(arguments) == _ARGUMENTS[kinds[name]]
-        if not good or not all(0 <= number < 1e7 for number in arguments) or arguments[0] < 1:
+        good = good and all(0 <= number <= _MAX_TOKENS for number in arguments) and arguments[0] >= 1
+        if not good or (name == "lognormal" and arguments[1] > _MAX_SIGMA):
             raise ValueError(f"{text!r} is no length in tokens; write {FORMS}")
         return cls(kinds[name], arguments, text)
 
@@ -47,4 +51,4 @@ class Lengths:
                 value = draw.lognormvariate(math.log(first), rest[0])
             case "exponential":
                 value = draw.expovariate(1 / first)
-        return max(1, round(value))
+        return min(max(1, round(value)), _MAX_TOKENS)

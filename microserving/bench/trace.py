@@ -23,7 +23,7 @@ def read_trace(path: Path, *, milliseconds: bool = False) -> list[TraceEntry]:
     `input_tokens`. Raises ConfigError.
     """
     try:
-        lines = path.read_text("utf-8").splitlines()
+        lines = path.read_text("utf-8-sig").split("\n")  # JSON's texts may have other line ends in them
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"cannot read the trace {path}: {error}") from error
     entries = sorted(_entries(lines, path, 1000 if milliseconds else 1), key=lambda entry: entry.timestamp)
@@ -42,8 +42,8 @@ def _entries(lines: list[str], path: Path, unit: int) -> Iterator[TraceEntry]:
         if line.strip():
             try:
                 yield _entry(json.loads(line), unit)
-            except ValueError as error:
-                reason = "not JSON" if isinstance(error, json.JSONDecodeError) else error
+            except (ValueError, RecursionError) as error:
+                reason = error if type(error) is ValueError else "not JSON"
                 raise ConfigError(f"{path}:{number}: {reason}") from None
 
 

@@ -89,11 +89,29 @@ def test_lengths(text: str, mean: float, deviation: float) -> None:
 
 
 @pytest.mark.parametrize(
-    "text", ["", "x", "0", "-1", "uniform:1", "normal:1:2:3", "nan", "1e99", "weibull:1:2", ":1"]
+    "text",
+    [
+        "",
+        "x",
+        "0",
+        "-1",
+        "uniform:1",
+        "normal:1:2:3",
+        "nan",
+        "1e99",
+        "weibull:1:2",
+        ":1",
+        "lognormal:600:100",
+    ],
 )
 def test_what_is_no_length(text: str) -> None:
     with pytest.raises(ValueError, match="is no length in tokens"):
         Lengths.parse(text)
+
+
+def test_no_length_is_endless() -> None:
+    wide = Lengths.parse("lognormal:1000000:4")
+    assert max(wide.sample(random.Random(seed)) for seed in range(99)) == 1_000_000
 
 
 def test_synthetic_prompts_differ_and_come_again() -> None:
@@ -159,6 +177,24 @@ def test_later_turns_of_a_chat_wait_and_begin_like_the_earlier_ones() -> None:
         session.send("")
 
 
+def test_a_chat_makes_all_its_texts_before_the_first_turn() -> None:
+    """To make one takes the client a while, in which it could not take down when others' tokens came."""
+    counted: list[str] = []
+
+    def count(text: str) -> float:
+        counted.append(text)
+        return words(text)
+
+    session = Chat(Style(Prose(count), Sampling()), TEN, TEN, turns=3, think_s=0.0, system_tokens=0).session(
+        5
+    )
+    next(session)
+    before = len(counted)
+    session.send("a")
+    session.send("b")
+    assert before == len(counted) > 0
+
+
 def test_poisson_arrivals_are_the_same_at_every_rate_and_independent() -> None:
     slow, fast = (list(islice(Poisson(rate, seed=2).times(), 20_000)) for rate in (1.0, 4.0))
     assert slow == pytest.approx([4 * at for at in fast])
@@ -192,10 +228,19 @@ def test_a_trace(tmp_path: Path) -> None:
     assert entries[2] == TraceEntry(9.0, 3, 0, "Hello")
 
 
+def test_a_line_of_a_trace_ends_where_jsonl_says(tmp_path: Path) -> None:
+    """Some editors write a byte order mark, and a text may have Unicode's own line ends in it."""
+    path = tmp_path / "t.jsonl"
+    line = json.dumps({"timestamp": 0, "prompt": "a\u2028b\x85c", "max_tokens": 1}, ensure_ascii=False)
+    path.write_text(f"\ufeff{line}\r\n", "utf-8")
+    assert [entry.prompt for entry in read_trace(path)] == ["a\u2028b\x85c"]
+
+
 @pytest.mark.parametrize(
     ("line", "reason"),
     [
         ("{", "not JSON"),
+        ("[" * 100_000, "not JSON"),
         ([1], "not an object"),
         ({}, "timestamp must be a number, 0 or more"),
         ({"timestamp": True}, "timestamp must be a number, 0 or more"),
