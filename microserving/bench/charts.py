@@ -15,6 +15,8 @@ _LEFT, _TOP = 64.0, 40.0
 _MS = 1000.0
 _BINS = 60
 _TITLE_CHARS = 36
+_MAX_BARS = 1000
+"""Requests in a time line: a picture of more is too large for a browser."""
 _WAIT, _PREFILL, _DECODE, _FAILED = "#bbbbbb", "#E69F00", "#0072B2", "#D55E00"
 _PANEL = (("ttft", "TTFT", "s", 1.0), ("tpot", "TPOT", "ms", _MS), ("jct", "JCT", "s", 1.0))
 
@@ -70,17 +72,22 @@ def histogram(runs: Sequence[RunData], labels: Sequence[str]) -> str:
 
 
 def timeline(run: RunData) -> str:
-    """A bar for each request of a run: waiting to be sent, until the first token, until the last one."""
-    records = [record for record in records_of(run) if record.sent is not None]
-    if not records:
+    """A bar for each request of a run (its first ``_MAX_BARS``): waiting to be sent, until the first token, until the last
+    one."""
+    sent = [record for record in records_of(run) if record.sent is not None]
+    if not sent:
         return ""
+    records = sent[:_MAX_BARS]
     for record in records:
         if record.error == INTERRUPTED:
             record.ended = run["duration_s"]
     end = svg.round_up(max(_end_of(record) for record in records))
     each = 7.0 if len(records) <= 150 else 3.0
     box = svg.Box(_LEFT, 46, 900, each * len(records))
-    plot = svg.Plot(box, f"{run['label']}, {run['load']}", "seconds", "request", end, float(len(records)))
+    part = f", the first {len(records)} requests of {len(sent)}" if len(records) < len(sent) else ""
+    plot = svg.Plot(
+        box, f"{run['label']}, {run['load']}{part}", "seconds", "request", end, float(len(records))
+    )
     for row, record in enumerate(records):
         _add_request(plot, record, row)
     key = _key(

@@ -10,7 +10,7 @@ from typing import Any
 
 from microserving.bench.charts import histogram, panel, timeline
 from microserving.bench.report import Report, RunData, labels_of, latency
-from microserving.bench.table import FIGURES, SHOWN, notes_on, shown_bytes, shown_s
+from microserving.bench.table import FIGURES, latency_rows, notes_on, shown_bytes, shown_s
 
 _STYLE = """\
 body { font: 15px/1.5 system-ui, sans-serif; color: #222; margin: 2em auto; max-width: 1080px; padding: 0 1em; }
@@ -31,7 +31,7 @@ def page(report: Report, title: str = "microserving bench") -> str:
         panel(report),
         *(f'<p class="note">{escape(note)}</p>' for run in runs for note in notes_on(run)),
         "<h2>All runs</h2>",
-        _overview(runs),
+        _overview(runs, report.get("slo") is not None),
         "<h2>Gaps between tokens</h2>",
         *_histograms(runs),
         "<h2>Each run</h2>",
@@ -53,6 +53,8 @@ def _introduction(report: Report) -> str:
     cores = len(machine["cores"])
     made = time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime(report["made_at"]))
     ended = " Ended early." if report["stopped"] else ""
+    if report.get("error"):
+        ended = f" Ended early: {escape(report['error'])}."
     return (
         f"<p>Workload {escape(report['workload']['name'])} ({escape(workload)}), {report['sessions']} counted after "
         f"{report['warmup']} for warm-up, seed {report['seed']}. {escape(machine['processor'])}, {cores} cores. {made}.{ended}"
@@ -61,7 +63,7 @@ def _introduction(report: Report) -> str:
     )
 
 
-def _overview(runs: Sequence[RunData]) -> str:
+def _overview(runs: Sequence[RunData], objectives: bool) -> str:
     head = [
         "pattern",
         "load",
@@ -89,7 +91,8 @@ def _overview(runs: Sequence[RunData]) -> str:
             )
             for figure in figures.split()
         ]
-        rates = [f"{summary[key]:.2f}" for key in ("requests_per_s", "output_tokens_per_s", "goodput_per_s")]
+        rates = [f"{summary[key]:.2f}" for key in ("requests_per_s", "output_tokens_per_s")]
+        rates.append(f"{summary['goodput_per_s']:.2f}" if objectives else "-")
         counts = [str(summary["completed"]), str(summary["failed"])]
         rows.append([run["label"], run["load"], *counts, *pairs, *rates, *_transfer_cells(run["transfers"])])
     return _table(head, rows)
@@ -114,10 +117,7 @@ def _histograms(runs: Sequence[RunData]) -> Iterable[str]:
 
 
 def _run(run: RunData) -> str:
-    rows = [
-        [title, "", *(shown_s(latency(run, name, figure)) for figure in FIGURES)] for name, title in SHOWN
-    ]
-    figures = _table(["latency", "", *FIGURES], rows)
+    figures = _table(["latency", "", *FIGURES], [(title, "", *row) for title, *row in latency_rows(run)])
     counts = {key: value for key, value in run["summary"].items() if key not in ("latencies", "phases")}
     shown = json.dumps(
         {**counts, "transfers": run["transfers"], "client_cpu_s": run["client_cpu_s"]}, indent=1

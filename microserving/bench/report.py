@@ -19,6 +19,7 @@ from microserving.bench.targets import Target
 from microserving.errors import ConfigError, StartupError
 
 FORMAT = 1
+_KEY_FLAG = "--api-key"
 Report = dict[str, Any]
 """As ``make_report`` makes it."""
 RunData = Mapping[str, Any]
@@ -33,14 +34,16 @@ def make_report(
     workload: Mapping[str, Any],
     sampling: Mapping[str, Any],
     seed: int,
+    error: str | None = None,
 ) -> Report:
-    """Of the runs that there are. What was measured when: `began_at` of each run, Unix time."""
+    """Of the runs that there are. What was measured when: `began_at` of each run, Unix time. error: what ended it early."""
     load = settings.load
     return {
         "format": FORMAT,
         "made_at": time.time(),
-        "command": shlex.join(sys.argv),
+        "command": shlex.join(_without_key(sys.argv)),
         "stopped": experiment.stopped,
+        "error": error,
         "seed": seed,
         "workload": dict(workload),
         "sampling": dict(sampling),
@@ -55,6 +58,12 @@ def make_report(
         "targets": [{"label": target.label, "model": target.model, **target.about} for target in targets],
         "runs": [run.as_dict() for run in experiment.runs],
     }
+
+
+def _without_key(arguments: Sequence[str]) -> list[str]:
+    """Reports are shown around."""
+    shown = [f"{_KEY_FLAG}=***" if word.startswith(f"{_KEY_FLAG}=") else word for word in arguments]
+    return ["***" if before == _KEY_FLAG else word for before, word in zip(["", *shown], shown, strict=False)]
 
 
 def _slo_s(slo: Slo) -> dict[str, float]:

@@ -19,7 +19,7 @@ from microserving.bench.targets import Program, Target
 from microserving.bench.texts import CHARS_PER_TOKEN, Prose, TokenCounter, by_length, sonnets
 from microserving.bench.workloads import Style, Workload, sampling_of
 from microserving.cluster.config import ClusterConfig
-from microserving.errors import ConfigError
+from microserving.errors import ConfigError, MicroservingError
 from microserving.observability.console import Console
 
 BuildWorkload = Callable[[Style], Workload]
@@ -51,7 +51,12 @@ class Plan:
 
 @asynccontextmanager
 async def serving(
-    candidates: Sequence[Candidate], console: Console, *, timeout_s: float, cache_dir: Path | None = None
+    candidates: Sequence[Candidate],
+    console: Console,
+    *,
+    timeout_s: float,
+    cache_dir: Path | None = None,
+    api_key: str | None = None,
 ) -> AsyncIterator[list[Target]]:
     """All clusters run while the block does; those that are not asked are idle. Raises StartupError."""
     check_labels([candidate.label for candidate in candidates])
@@ -68,6 +73,7 @@ async def serving(
             target = Target(
                 candidate.label,
                 place.url,
+                api_key=api_key,
                 timeout_s=timeout_s,
                 admin=place.admin,
                 program=candidate.program,
@@ -89,7 +95,8 @@ def check_labels(labels: Sequence[str]) -> None:
 
 
 async def run_suite(targets: Sequence[Target], plan: Plan, console: Console) -> Report:
-    """What was measured, also when it was stopped. Raises EngineUnavailable, ConfigError."""
+    """What was measured, also when it was stopped, or ended by a failure after the first run. Raises EngineUnavailable,
+    ConfigError."""
     for target in targets:
         await target.connect()
     counter = plan.count_tokens or by_length(await chars_per_token(targets[0], plan.style))
@@ -103,8 +110,7 @@ async def run_suite(targets: Sequence[Target], plan: Plan, console: Console) -> 
         return plan.build(_for_target(style, target, salt))
 
     experiment = Experiment(targets, plan.loads, make, plan.settings, Progress(console, runs))
-    with _ended_by_signals(experiment, console):
-        await experiment.run()
+    error = await _run_out(experiment, console)
     described = plan.build(style).describe()
     return make_report(
         experiment,
@@ -113,7 +119,28 @@ async def run_suite(targets: Sequence[Target], plan: Plan, console: Console) -> 
         workload=described,
         sampling=sampling_of(style),
         seed=style.seed,
+        error=error,
     )
+
+
+async def _run_out(experiment: Experiment, console: Console) -> str | None:
+    """Until its end, or until signals or a failure end it: why, in the latter case. Raises EngineUnavailable, ConfigError
+    before anything was measured."""
+    running = asyncio.create_task(experiment.run())
+    try:
+        with _ended_by_signals(experiment, running, console):
+            await asyncio.wait({running})
+    finally:
+        running.cancel()
+        await asyncio.wait({running})
+    error = None if running.cancelled() else running.exception()
+    if error is None:
+        return None
+    if not experiment.runs or not isinstance(error, MicroservingError):
+        raise error
+    console.line(f"ending: {error.message}")
+    experiment.stopped = True
+    return error.message
 
 
 def _shown_duration(seconds: float) -> str:
@@ -138,13 +165,13 @@ async def chars_per_token(target: Target, style: Style) -> float:
 
 
 @contextmanager
-def _ended_by_signals(experiment: Experiment, console: Console) -> Iterator[None]:
-    """A first Ctrl-C (or SIGTERM) ends the runs in order, a second one at once."""
-    loop, task = asyncio.get_running_loop(), asyncio.current_task()
+def _ended_by_signals(experiment: Experiment, running: asyncio.Task[Any], console: Console) -> Iterator[None]:
+    """A first Ctrl-C (or SIGTERM) ends the runs in order, a second one at once, without the run that goes on."""
+    loop = asyncio.get_running_loop()
 
     def end() -> None:
-        if experiment.stopped and task is not None:
-            task.cancel()
+        if experiment.stopped:
+            running.cancel()
             return
         console.line("ending: what was measured is kept")
         experiment.stop()

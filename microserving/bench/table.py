@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 from microserving.bench.report import Report, RunData, latency
 
 Row = Sequence[str]
-SHOWN = (
+_SHOWN = (
     ("ttft", "TTFT, from the time it was due"),
     ("ttft_from_sent", "TTFT, from the time it was sent"),
     ("tpot", "TPOT"),
@@ -41,22 +41,31 @@ def table(report: Report) -> str:
     parts = [aligned([_HEAD, *(_row(run, report.get("slo") is not None) for run in runs)])]
     if len(runs) == 1:
         parts.append(details(runs[0]))
-    if notes := [note for run in runs for note in notes_on(run)]:
+    notes = [note for run in runs for note in notes_on(run)]
+    if report.get("error"):
+        notes.append(f"ended early: {report['error']}")
+    if notes:
         parts.append("".join(f"{note}\n" for note in notes))
     return "\n".join(parts)
 
 
 def details(run: RunData) -> str:
     """All latencies of a run, and of each phase of its workload."""
-    rows: list[Row] = [("", *(figure.upper() for figure in FIGURES))]
-    rows += [(title, *(shown_s(latency(run, name, figure)) for figure in FIGURES)) for name, title in SHOWN]
+    return aligned([("", *(figure.upper() for figure in FIGURES)), *latency_rows(run)])
+
+
+def latency_rows(run: RunData) -> list[Row]:
+    """Of ``details``: a title, then ``FIGURES``."""
+    rows: list[Row] = [
+        (title, *(shown_s(latency(run, name, figure)) for figure in FIGURES)) for name, title in _SHOWN
+    ]
     for phase, latencies in run["summary"]["phases"].items():
         for name in ("ttft", "tpot", "jct"):
             figures = (
                 shown_s(latencies[name][figure] if latencies[name]["count"] else None) for figure in FIGURES
             )
             rows.append((f"{phase}: {name.upper()}", *figures))
-    return aligned(rows)
+    return rows
 
 
 def notes_on(run: RunData) -> list[str]:

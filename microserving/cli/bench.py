@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import os
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -62,22 +63,16 @@ def run(options: argparse.Namespace) -> int:
 
 
 def run_bench(options: argparse.Namespace) -> int:
-    """130 when it was ended early, 1 when a request failed."""
+    """130 when it was ended early, 1 when a request failed, or all, or nothing was measured."""
     _check(options)
-    from microserving.bench.table import table
     from microserving.observability.console import Console
 
-    plan = _plan(options)
     console = Console(verbose=options.verbose, plain_step=0.25)
-    try:
-        report = asyncio.run(_measure(options, plan, console))
-    except asyncio.CancelledError:  # a second Ctrl-C
+    report = asyncio.run(_measure(options, _plan(options), console))
+    if report["stopped"] and report["error"] is None:
         return _ENDED_EARLY
-    _show(options, report)
-    _write(table(report))
-    if report["stopped"]:
-        return _ENDED_EARLY
-    return int(any(run["summary"]["failed"] for run in report["runs"]))
+    failed = report["error"] is not None or any(run["summary"]["failed"] for run in report["runs"])
+    return int(failed or not report["runs"])
 
 
 def run_compare(options: argparse.Namespace) -> int:
@@ -111,6 +106,15 @@ def _check(options: argparse.Namespace) -> None:
         error("--rate and --concurrency exclude each other")
     if not (options.rate or options.concurrency or options.trace):
         error("how much? give --rate or --concurrency")
+    if options.warmup is not None and options.warmup < 0:
+        error("--warmup is 0 or more")
+    if options.extra_body.get("stream", True) is not True or options.extra_body.get("n", 1) != 1:
+        error("--extra-body: a request is one streamed answer")
+    if options.svg and not options.rate:
+        error("--svg draws latencies against the rate: give --rate")
+    for path in filter(None, (options.json, options.html, options.svg)):
+        if path.is_dir() or not path.parent.is_dir():  # told now, not after hours
+            error(f"cannot write {path}")
 
 
 def _plan(options: argparse.Namespace) -> Plan:
@@ -163,11 +167,14 @@ def _loads(options: argparse.Namespace, entries: list[TraceEntry]) -> list[Arriv
 def _settings(options: argparse.Namespace, trace_length: int) -> ExperimentSettings:
     from microserving.bench.experiment import ExperimentSettings
     from microserving.bench.load import LoadSettings
+    from microserving.errors import ConfigError
 
-    requests = trace_length or options.requests
     warmup = options.warmup
     if warmup is None:
-        warmup = 0 if trace_length else requests // 6
+        warmup = 0 if trace_length else options.requests // 6
+    requests = trace_length - warmup if trace_length else options.requests
+    if requests < 1:
+        raise ConfigError(f"--warmup {warmup} leaves nothing to count of the trace's {trace_length} requests")
     load = LoadSettings(requests, warmup, options.keep_load, options.max_concurrency)
     return ExperimentSettings(load, options.slo, options.max_run)
 
@@ -185,14 +192,20 @@ def _token_counter(model: str | None) -> Callable[[str], int] | None:
 async def _measure(options: argparse.Namespace, plan: Plan, console: Any) -> dict[str, Any]:
     from microserving.bench.suite import check_labels, run_suite, serving
 
-    own = _addresses(options)
     candidates = _candidates(options)
-    check_labels([target.label for target in own] + [candidate.label for candidate in candidates])
+    own = _addresses(options)
     try:
+        check_labels([target.label for target in own] + [candidate.label for candidate in candidates])
         async with serving(
-            candidates, console, timeout_s=options.timeout, cache_dir=options.cache_dir
+            candidates,
+            console,
+            timeout_s=options.timeout,
+            cache_dir=options.cache_dir,
+            api_key=_api_key(options),
         ) as started:
-            return await run_suite([*own, *started], plan, console)
+            report = await run_suite([*own, *started], plan, console)
+            _show(options, report)  # before the clusters end, which takes time and may fail
+            return report
     finally:
         for target in own:
             await target.close()
@@ -201,15 +214,19 @@ async def _measure(options: argparse.Namespace, plan: Plan, console: Any) -> dic
 def _addresses(options: argparse.Namespace) -> list[Target]:
     from microserving.bench.targets import Target
 
-    names = ("MICROSERVING_API_KEY", "OPENAI_API_KEY")
-    key = options.api_key or next((os.environ[name] for name in names if os.environ.get(name)), None)
-    targets = []
+    key, targets = _api_key(options), []
     for text in options.base_url:
         label, separator, url = text.partition("=")
         if not separator or "/" in label:  # an address may have a = of its own
             label, url = text, text
         targets.append(Target(label, url, model=options.model, api_key=key, timeout_s=options.timeout))
     return targets
+
+
+def _api_key(options: argparse.Namespace) -> str | None:
+    names = ("MICROSERVING_API_KEY", "OPENAI_API_KEY")
+    key: str | None = options.api_key
+    return key or next((os.environ[name] for name in names if os.environ.get(name)), None)
 
 
 def _candidates(options: argparse.Namespace) -> list[Candidate]:
@@ -241,20 +258,20 @@ def _program(text: str) -> Program:
 
 
 def _show(options: argparse.Namespace, report: dict[str, Any]) -> None:
-    """Write the files that were asked for."""
+    """The table, and the files that were asked for."""
     from microserving.bench.charts import panel
     from microserving.bench.page import page
     from microserving.bench.report import write_report, write_text
+    from microserving.bench.table import table
 
+    _write(table(report))
     if options.json is not None:
         write_report(options.json, report)
     if options.html is not None:
         write_text(options.html, page(report))
-    if options.svg is not None:
-        write_text(options.svg, panel(report))
+    if options.svg is not None and (picture := panel(report)):
+        write_text(options.svg, picture)
 
 
 def _write(text: str) -> None:
-    import sys
-
     sys.stdout.write(text)
