@@ -104,17 +104,33 @@ async def serving_beside(app: ASGIApp, listener: socket.socket) -> AsyncIterator
 
 
 def run_on_uvloop(main: Coroutine[Any, Any, None]) -> None:
-    """``asyncio.run`` on a uvloop event loop.
+    """``asyncio.run`` on a uvloop event loop, which ends also when a task swallows its cancellation.
 
     The loop does not keep a list of all async generators (a request has ten): each is closed by who made it.
     """
 
     async def run() -> None:
         sys.set_asyncgen_hooks(firstiter=None)
-        await main
+        try:
+            await main
+        finally:
+            await _end_tasks()
 
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         runner.run(run())
+
+
+async def _end_tasks() -> None:
+    """Cancel what is left. ``asyncio.run`` does, too, but would wait for ever for code of users that goes on."""
+    left = asyncio.all_tasks() - {asyncio.current_task()}
+    if not left:
+        return
+    for task in left:
+        task.cancel()
+    _, clinging = await asyncio.wait(left, timeout=GRACE_S)
+    for task in clinging:
+        _logger.warning("a task does not end although it was cancelled, and is left: %r", task.get_coro())
+        asyncio._unregister_task(task)
 
 
 class _Server(uvicorn.Server):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import dataclasses
 import hmac
 import logging
@@ -40,6 +41,8 @@ from microserving.router.retries import RetrySettings
 from microserving.router.stats import RouterFigures, RouterStats
 
 _logger = logging.getLogger(__name__)
+CLEAN_UP_S = 30.0
+"""How long giving back what requests held may take at the end; each single step of it has a shorter limit."""
 
 
 class Router:
@@ -139,7 +142,11 @@ class Router:
         """Give back all that requests held, and end every task. Idempotent."""
         await self._deployer.close()
         await self._host.stop()
-        await self._dispatcher.stop()
+        try:
+            async with asyncio.timeout(CLEAN_UP_S):
+                await self._dispatcher.stop()
+        except TimeoutError:
+            _logger.warning("a router program does not let go of its requests: they are left")
         await self._monitor.stop()
         await self._registry.close()
 

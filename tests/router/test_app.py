@@ -15,6 +15,7 @@ import pytest
 from microserving.errors import ConfigError, ProgramError, StartupError
 from microserving.protocol.responses import Usage
 from microserving.router import RouterConfig
+from microserving.router import app as router_app
 from microserving.router.app import Router, create_app
 from microserving.router.run import run_router
 
@@ -252,6 +253,23 @@ def test_stopping_ends_what_runs_and_is_nobodys_error(stage: str, caplog: pytest
     with_router(scenario)
     assert [line for line in caplog.messages if "shutting down" in line or "failed" in line] == []
     assert [record for record in caplog.records if record.levelno >= logging.WARNING] == []
+
+
+def test_a_program_that_clings_to_its_requests_does_not_keep_the_router(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def never() -> None:
+        await asyncio.Event().wait()
+
+    async def scenario(setup: Setup) -> None:
+        monkeypatch.setattr(router_app, "CLEAN_UP_S", 0.02)
+        stop = setup.router._dispatcher.stop
+        monkeypatch.setattr(setup.router._dispatcher, "stop", never)
+        await setup.router.stop()
+        monkeypatch.setattr(setup.router._dispatcher, "stop", stop)
+
+    with_router(scenario)
+    assert "does not let go of its requests" in caplog.text
 
 
 def test_an_engine_that_stops_first_is_nobodys_error_either(caplog: pytest.LogCaptureFixture) -> None:
