@@ -9,16 +9,15 @@ import asyncio
 import logging
 import threading
 from collections.abc import Callable, Mapping
-from typing import TypeVar
+from functools import partial
 
 from microserving.errors import ProgramError
 from microserving.router.dry_run import DryRun, ProgramFacts, Roles
 from microserving.router.dry_run_helper import DryRunHelper
 from microserving.router.program_host import ProgramHost, Version
-from microserving.router.program_loader import ProgramSource, load_source
+from microserving.router.program_loader import LoadedProgram, ProgramSource, load_source
 
 _logger = logging.getLogger(__name__)
-ResultT = TypeVar("ResultT")
 
 
 class Deployer:
@@ -47,7 +46,7 @@ class Deployer:
         async with self._lock:
             try:
                 await self.check(source, settings)
-                program = await self._bounded(source, lambda: load_source(source, settings))
+                program = await self._load(source, settings)
             except ProgramError as error:
                 self.refused += 1
                 _logger.warning("a router program was refused: %s", error.message)
@@ -58,37 +57,39 @@ class Deployer:
         """End the helper. Idempotent."""
         await self._helper.close()
 
-    async def _bounded(self, source: ProgramSource, work: Callable[[], ResultT]) -> ResultT:
-        """``work`` on a thread: it passed in the dry run, but imports may take long, and may hang here all the same."""
+    async def _load(self, source: ProgramSource, settings: Mapping[str, object]) -> LoadedProgram:
+        """On a thread: it passed in the dry run, but imports may take long, and may hang here all the same."""
         try:
             async with asyncio.timeout(self._dry_run_timeout_s):
-                return await _on_thread(work)
+                return await _on_thread(partial(load_source, source, settings))
         except TimeoutError:
             raise source.fault(1, "the program took too long to load") from None
 
 
-async def _on_thread(work: Callable[[], ResultT]) -> ResultT:
+async def _on_thread(load: Callable[[], LoadedProgram]) -> LoadedProgram:
     """On a thread of its own, which does not keep the process from ending (those of an executor do)."""
     loop = asyncio.get_running_loop()
-    result: asyncio.Future[ResultT] = loop.create_future()
+    result: asyncio.Future[LoadedProgram] = loop.create_future()
 
     def run() -> None:
         try:
-            value = work()
+            program = load()
         except BaseException as error:  # noqa: BLE001 - raised where it is waited for
             loop.call_soon_threadsafe(_fail, result, error)
         else:
-            loop.call_soon_threadsafe(_finish, result, value)
+            loop.call_soon_threadsafe(_finish, result, program)
 
     threading.Thread(target=run, name="program-load", daemon=True).start()
     return await result
 
 
-def _finish(result: asyncio.Future[ResultT], value: ResultT) -> None:
-    if not result.done():
-        result.set_result(value)
+def _finish(result: asyncio.Future[LoadedProgram], program: LoadedProgram) -> None:
+    if result.done():  # nobody waits any more
+        program.unload()
+    else:
+        result.set_result(program)
 
 
-def _fail(result: asyncio.Future[ResultT], error: BaseException) -> None:
+def _fail(result: asyncio.Future[LoadedProgram], error: BaseException) -> None:
     if not result.done():
         result.set_exception(error)

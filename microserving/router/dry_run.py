@@ -35,6 +35,7 @@ PROMPT_LENGTHS = (1, 2, 17, 300)
 MAX_DATA_BYTES = 2 * 2**30
 """What the child may allocate."""
 _MAX_MESSAGE_CHARS = 1000
+_MAX_VALUE_CHARS = 1000
 _PR_SET_PDEATHSIG = 1
 _LIBC = ctypes.CDLL(None)
 _GRACE_S = 0.5
@@ -69,7 +70,8 @@ class DryRun:
 
 @dataclass(frozen=True, slots=True)
 class ProgramFacts:
-    """What is known of a program that passed. name: of its class. settings: their values, as text where JSON has none."""
+    """What is known of a program that passed. name: of its class. settings: their values, as text where JSON has none, or
+    too much."""
 
     name: str
     settings: dict[str, Any] = field(default_factory=dict)
@@ -204,7 +206,7 @@ class _Child:
         self._answer({"error": error.message[:_MAX_MESSAGE_CHARS], "param": error.param})
 
     def _answer(self, answer: dict[str, Any]) -> None:
-        os.write(self._answers_to, json.dumps(answer, default=repr).encode() + b"\n")
+        os.write(self._answers_to, json.dumps(answer).encode() + b"\n")
         self._exit_now(0)
 
 
@@ -221,7 +223,7 @@ class Trial:
         asyncio.run(self._serve(program))
         cls = type(program.instance)
         return ProgramFacts(
-            cls.__name__, {name: getattr(program.instance, name) for name in setting_types(cls)}
+            cls.__name__, {name: _told(getattr(program.instance, name)) for name in setting_types(cls)}
         )
 
     def waits_at(self) -> int | None:
@@ -282,6 +284,15 @@ class Trial:
         error.__traceback__ = None  # lets go of what the frames hold
         tokens = "one token" if length == 1 else f"{length} tokens"
         return ProgramError(f"{found.message} (dry run: a prompt of {tokens})")
+
+
+def _told(value: object) -> object:
+    """A setting's value as it is told to whoever asks."""
+    try:
+        text = json.dumps(value)
+    except (TypeError, ValueError):
+        value = text = repr(value)
+    return value if len(text) <= _MAX_VALUE_CHARS else f"{text[:_MAX_VALUE_CHARS]}..."
 
 
 class _NotAwaited:

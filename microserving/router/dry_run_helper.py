@@ -26,6 +26,7 @@ _START_S = 30.0
 """How long the helper may take to start, on top of a trial's own time."""
 IDLE_S = 60.0
 """A helper that was not asked for so long is ended; the next trial starts another one."""
+_MAX_LINE_BYTES = 2**24
 _COMMAND = ("-P", "-m", "microserving.router.dry_run_helper")
 
 
@@ -90,6 +91,7 @@ class DryRunHelper:
                 *_COMMAND,
                 stdin=asyncio.subprocess.PIPE,
                 stdout=asyncio.subprocess.PIPE,
+                limit=_MAX_LINE_BYTES,
                 env=_environment(),
                 start_new_session=True,  # Ctrl-C in the terminal is the router's
             )

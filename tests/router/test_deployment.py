@@ -107,6 +107,10 @@ def test_a_refused_program_changes_nothing() -> None:
     asyncio.run(scenario())
 
 
+def modules() -> set[str]:
+    return {name for name in sys.modules if name.startswith("router_program_mine_")}
+
+
 def test_a_program_that_hangs_while_it_is_loaded_here(monkeypatch: pytest.MonkeyPatch) -> None:
     """It passed the trial, so it looks at where it is; the event loop must not wait for it."""
     going_on = threading.Event()
@@ -118,10 +122,15 @@ def test_a_program_that_hangs_while_it_is_loaded_here(monkeypatch: pytest.Monkey
         with pytest.raises(ProgramError, match="the program took too long to load"):
             await hosted.deploy(text)
         assert hosted.host.current.number == 1
+        (loading,) = [thread for thread in threading.enumerate() if thread.name == "program-load"]
         going_on.set()
+        await asyncio.to_thread(loading.join)
+        await asyncio.sleep(0)  # what it has loaded comes back
+        assert modules() == before  # too late: nothing of it stays
         assert await hosted.deploy(GOOD) == 2
         await hosted.close()
 
+    before = modules()
     asyncio.run(scenario())
 
 

@@ -134,6 +134,16 @@ def test_good_programs_and_what_is_known_of_them(tried: Tried) -> None:
     ]
 
 
+def test_large_values_of_settings_are_cut_where_they_are_told(tried: Tried) -> None:
+    text = HEAD + "    word: str = 'x' * 10**6\n    numbers: list[int] = list(range(10**5))\n" + ROUTE + SERVE
+    (by_default,), (given,) = tried(job(text)), tried(job(text, word="é" * 500_000))
+    assert isinstance(by_default, ProgramFacts)
+    assert isinstance(given, ProgramFacts)
+    assert [len(value) for value in by_default.settings.values()] == [1003, 1003]
+    assert by_default.settings["numbers"].startswith("[0, 1, 2, 3")
+    assert given.settings["word"].endswith("...")
+
+
 def test_every_shipped_program_passes_with_any_pools(tried: Tried) -> None:
     jobs = [
         DryRun(read_program(name), {}, roles)
