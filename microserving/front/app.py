@@ -26,11 +26,13 @@ from microserving.front.exchange import Endpoint
 from microserving.front.models import ModelsFront
 from microserving.front.openai_api import OpenAIFront
 from microserving.front.openapi import HotRoute, add_hot_routes, drop_validation_errors
+from microserving.front.responses_api import ResponsesFront
 from microserving.front.settings import BodyLimits, FrontSettings
 from microserving.front.tokenize import TokenizeFront
 from microserving.protocol.chat import ChatCompletionRequest
 from microserving.protocol.openai import CompletionRequest
 from microserving.protocol.responses import ModelCard, ModelList, Status
+from microserving.protocol.responses_api.request import ResponsesRequest
 from microserving.protocol.tokenize import (
     DetokenizeAnswer,
     DetokenizeRequest,
@@ -131,11 +133,12 @@ def create_front(
     """
     settings = settings or FrontSettings()
     front = OpenAIFront(backend, settings)
+    chat = ChatFront(front)
+    responses = ResponsesFront(chat, strict=settings.strict_fields)
     own = [
         HotRoute("/v1/completions", front.completions, "Continue prompts", CompletionRequest),
-        HotRoute(
-            "/v1/chat/completions", ChatFront(front).chat_completions, "Answer a chat", ChatCompletionRequest
-        ),
+        HotRoute("/v1/chat/completions", chat.chat_completions, "Answer a chat", ChatCompletionRequest),
+        HotRoute("/v1/responses", responses.responses, "Answer a chat, stored nowhere", ResponsesRequest),
     ]
     models = ModelsFront(backend, check_ready)
     texts = TokenizeFront(models, strict=settings.strict_fields)

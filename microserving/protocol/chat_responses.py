@@ -102,7 +102,7 @@ class ChatShape(ChoicesShape):
         choice = self._open.get(index) or self._open.setdefault(index, _Choice(self._make_reader()))
         finish = chunk.finish_reason
         pieces = [*choice.reader.put(chunk.text), *(choice.reader.end() if finish is not None else ())]
-        deltas = [_delta(piece) for piece in _joined(pieces)]
+        deltas = [_delta(piece) for piece in joined_pieces(pieces)]
         if first and not deltas and finish is not None:
             deltas = [{"content": ""}]
         if first and deltas:
@@ -143,7 +143,7 @@ def _finish(reason: FinishReason, called: bool) -> FinishReason:
     return "tool_calls" if called and reason == "stop" else reason
 
 
-def _joined(pieces: Iterable[Piece]) -> list[Piece]:
+def joined_pieces(pieces: Iterable[Piece]) -> list[Piece]:
     """Neighbours of a kind as one."""
     result: list[Piece] = []
     for piece in pieces:

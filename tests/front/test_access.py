@@ -91,6 +91,7 @@ def test_every_route_but_two_needs_a_key(caplog: pytest.LogCaptureFixture) -> No
     app = create_front(ScriptedBackend(), FrontSettings(api_keys=ApiKeys([("alice", KEY)])))
     routes = [("GET", path) for path in ("/v1/models", "/v1/models/x", "/docs", "/openapi.json", "/nothing")]
     routes += [("POST", "/v1/completions"), ("POST", "/v1/chat/completions"), ("GET", "/v1/completions")]
+    routes += [("POST", "/v1/responses"), ("GET", "/v1/responses/x")]
     routes += [("HEAD", "/v1/models"), ("OPTIONS", "/v1/completions"), ("PUT", "/health/x")]
     for method, path in routes:
         refused = call(app, method, path, headers={"authorization": f"Bearer {OTHER}"})

@@ -37,6 +37,7 @@ def test_the_document_has_hot_and_control_routes() -> None:
     assert methods == {
         "/v1/completions": {"post"},
         "/v1/chat/completions": {"post"},
+        "/v1/responses": {"post"},
         "/v1/models": {"get"},
         "/v1/models/{model_id}": {"get"},
         "/health": {"get"},

@@ -101,6 +101,7 @@ def test_no_field_and_no_header_says_who_is_called() -> None:
                     for path, prompt in (
                         ("/v1/completions", {"prompt": [5, 6, 7, 8]}),
                         ("/v1/chat/completions", {"messages": [{"role": "user", "content": "t5"}]}),
+                        ("/v1/responses", {"input": "t5"}),
                     ):
                         await ask(setup, path, {"model": "tiny", **prompt, name: value}, name)
             for name in HEADERS:
@@ -158,7 +159,7 @@ CHANGES: list[tuple[str, str, Any]] = [
 ]
 
 
-ASKING = {"/v1/completions", "/v1/chat/completions", "/tokenize", "/detokenize"}
+ASKING = {"/v1/completions", "/v1/chat/completions", "/v1/responses", "/tokenize", "/detokenize"}
 """All that the public port takes a body for."""
 
 
