@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -13,6 +14,7 @@ from microserving.program import GenerationChunk, Program, Request, SamplingPara
 from microserving.program.mlc import Router, microserving_entrypoints, openai_api_protocol
 from microserving.program.mlc.router import Responses
 from microserving.program.testing import FakeCluster, FakeEngine, collect, make_request
+from microserving.protocol.generation import TokenLogprob
 from microserving.router.program_loader import load_program
 
 FILE = Path(__file__).parent / "data" / "mlc_router.py"
@@ -164,6 +166,34 @@ def test_what_a_file_changes_counts_and_the_rest_stays() -> None:
         assert asked.stop == StopParams(3, ("end",), (9,), True)
         assert (asked.prompt_token_ids, asked.cache_salt) == ((1, 2), "s")
         assert program.seen == 2
+
+    asyncio.run(scenario())
+
+
+class Scored(FakeEngine):
+    """Tells log-probabilities of the prompt with the first token, and of each token."""
+
+    async def start_generate(self, request: Request, *, begin: int = 0) -> AsyncIterator[GenerationChunk]:
+        scores: tuple[TokenLogprob | None, ...] | None = (None, TokenLogprob(7, -0.5))
+        async for chunk in super().start_generate(request, begin=begin):
+            own = tuple(TokenLogprob(token, -float(token), ((1, -0.1),), 2) for token in chunk.token_ids)
+            yield replace(chunk, logprobs=own, prompt_logprobs=scores)
+            scores = None
+
+
+@pytest.mark.parametrize("make", [Changing, lambda: Router(router_mode="round-robin")])
+def test_log_probabilities_pass(make: Callable[[], Router]) -> None:
+    async def scenario() -> None:
+        engine, cluster = Scored("e", "hybrid"), FakeCluster(prefill=0, decode=0)
+        cluster.engines["e"] = engine
+        wanted = await collect(engine.start_generate(make_request([1, 2])))
+        chunks = await collect(make().route(make_request([1, 2]), cluster))
+        for name in ("logprobs", "token_ids"):
+            assert [each for chunk in chunks for each in getattr(chunk, name)] == [
+                each for chunk in wanted for each in getattr(chunk, name)
+            ]
+        assert chunks[0].prompt_logprobs == wanted[0].prompt_logprobs
+        assert [chunk.prompt_logprobs for chunk in chunks[1:]] == [None] * (len(chunks) - 1)
 
     asyncio.run(scenario())
 

@@ -69,11 +69,13 @@ class CompletionUsage(BaseModel):
 
 
 class CompletionResponseChoice(BaseModel):
-    """token_ids (ours): the tokens behind the text; they keep resumed and counted output exact."""
+    """token_ids (ours): the tokens behind the text; they keep resumed and counted output exact. logprobs, prompt_logprobs:
+    as in ``GenerationChunk``, to be passed on."""
 
     finish_reason: FinishReason | None = None
     index: int = 0
     logprobs: Any = None
+    prompt_logprobs: Any = None
     text: str
     token_ids: list[int] = Field(default_factory=list)
 
@@ -91,7 +93,11 @@ class CompletionResponse(BaseModel):
     @classmethod
     def of(cls, chunk: GenerationChunk, request_id: str) -> CompletionResponse:
         choice = CompletionResponseChoice(
-            text=chunk.text, token_ids=list(chunk.token_ids), finish_reason=chunk.finish_reason
+            text=chunk.text,
+            token_ids=list(chunk.token_ids),
+            finish_reason=chunk.finish_reason,
+            logprobs=chunk.logprobs or None,
+            prompt_logprobs=chunk.prompt_logprobs,
         )
         usage = CompletionUsage(
             prompt_tokens=chunk.prompt_tokens,

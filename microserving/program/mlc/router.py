@@ -266,6 +266,8 @@ def _chunk(response: CompletionResponse, request: Request, produced: int) -> Gen
         prompt_tokens=request.prompt_length,
         completion_tokens=produced if usage is None else usage.completion_tokens,
         cached_tokens=cached,
+        logprobs=choice.logprobs or (),
+        prompt_logprobs=choice.prompt_logprobs,
     )
 
 
@@ -274,4 +276,6 @@ def _joined(chunks: list[GenerationChunk]) -> GenerationChunk:
         chunks[-1],
         text="".join(chunk.text for chunk in chunks),
         token_ids=tuple(token for chunk in chunks for token in chunk.token_ids),
+        logprobs=tuple(score for chunk in chunks for score in chunk.logprobs),
+        prompt_logprobs=chunks[0].prompt_logprobs,
     )
