@@ -16,7 +16,7 @@ from microserving.bench.load import Load, LoadSettings
 from microserving.bench.measurement import Measured
 from microserving.bench.progress import Progress
 from microserving.bench.statistics import Slo, Summary, summarize
-from microserving.bench.targets import Target, Transfers, transfers_between
+from microserving.bench.targets import Target, Transfers, disturbance_between, transfers_between
 from microserving.bench.workloads import Workload
 
 MakeWorkload = Callable[[Target, str], Workload]
@@ -28,7 +28,7 @@ _TAIL_S = 8.0
 @dataclass(frozen=True, slots=True)
 class Run:
     """One target at one load. rate: requests a second, None for other loads than open ones; load: in words. client_cpu_s:
-    what the client itself used. stopped: it was ended early."""
+    what the client itself used. stopped: it was ended early. disturbance: why its figures are not those of ``label``."""
 
     label: str
     load: str
@@ -41,6 +41,7 @@ class Run:
     records: list[Measured]
     summary: Summary
     transfers: Transfers | None
+    disturbance: str | None = None
 
     def as_dict(self) -> dict[str, Any]:
         return {
@@ -54,6 +55,7 @@ class Run:
             "stopped": self.stopped,
             "summary": self.summary.as_dict(),
             "transfers": None if self.transfers is None else self.transfers.as_dict(),
+            "disturbance": self.disturbance,
             "requests": [record.as_dict() for record in self.records],
         }
 
@@ -138,7 +140,7 @@ class Experiment:
         self._progress.end(load)
         if not self.stopped:
             await target.settle()
-        summary = summarize(records, self._settings.slo, duration_s)
+        after, summary = await target.stats(), summarize(records, self._settings.slo, duration_s)
         return Run(
             label=target.label,
             load=load_name(arrivals),
@@ -150,7 +152,8 @@ class Experiment:
             stopped=load.sessions_done < load.sessions,
             records=records,
             summary=summary,
-            transfers=transfers_between(before, await target.stats()),
+            transfers=transfers_between(before, after),
+            disturbance=disturbance_between(before, after),
         )
 
 

@@ -72,6 +72,8 @@ def notes_on(run: RunData) -> list[str]:
     """What a reader of the figures must know."""
     name, summary = f"{run['label']}, {run['load']}", run["summary"]
     notes = [f"{name}: {count} failed: {kind}" for kind, count in summary["errors"].items()]
+    if run.get("disturbance"):
+        notes.append(f"{name}: WRONG: {run['disturbance']}")
     if summary["interrupted"]:
         notes.append(
             f"{name}: {summary['interrupted']} of {summary['requests']} had not ended when the run did; they are not in the "

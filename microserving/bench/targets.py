@@ -159,8 +159,26 @@ class Transfers:
 
 
 def transfers_between(before: Mapping[str, Any] | None, after: Mapping[str, Any] | None) -> Transfers | None:
-    """From two answers of ``Target.stats``; None when they do not tell."""
+    """From two answers of ``Target.stats``; None when they do not tell, as when the router began to count anew."""
     if before is None or after is None or "transfers" not in before or "transfers" not in after:
+        return None
+    if after["transfers"]["hand_offs"] < before["transfers"]["hand_offs"]:
         return None
     names = ("hand_offs", "tokens_sent", "bytes_sent", "transfer_ms", "exposed_ms")
     return Transfers(*(after["transfers"][name] - before["transfers"][name] for name in names))
+
+
+def disturbance_between(before: Mapping[str, Any] | None, after: Mapping[str, Any] | None) -> str | None:
+    """Why a run between two answers of ``Target.stats`` did not measure what it should; None when it seems to have done.
+    A router takes back a program that fails, and one that was started again has its first one."""
+    if before is None:
+        return None
+    if after is None:
+        return "its router did not answer any more"
+    one, other = (
+        {name: stats.get("program", {}).get(name) for name in ("name", "settings", "version")}
+        for stats in (before, after)
+    )
+    if one != other:
+        return f"its router went over to another program: {other['name']}, version {other['version']}"
+    return None

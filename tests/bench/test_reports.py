@@ -208,6 +208,7 @@ def test_what_a_reader_must_know_is_said() -> None:
     assert "a, 1/s: 1 failed: 503 overloaded" in told
     assert "1 of 11 had not ended when the run did" in told
     assert notes_on(run("a", 1.0, 1.0)) == []
+    assert notes_on(run("a", 1.0, 1.0) | {"disturbance": "it fell"}) == ["a, 1/s: WRONG: it fell"]
 
 
 def test_compare_tells_what_changed() -> None:
@@ -304,6 +305,7 @@ def test_transfers_are_what_came_in_between() -> None:
         "hand_offs": 3, "tokens_sent": 30, "bytes_sent": 400, "transfer_ms": 6.0, "exposed_ms": 2.0, "hidden_ms": 4.0
     }  # fmt: skip
     assert transfers_between(before, None) is None
+    assert transfers_between(after, before) is None  # the router was started again
 
 
 def test_a_report_is_read_as_it_was_written(tmp_path: Path) -> None:

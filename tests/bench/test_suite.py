@@ -9,6 +9,7 @@ import os
 import signal
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,7 @@ from microserving.bench.lengths import Lengths
 from microserving.bench.load import LoadSettings
 from microserving.bench.report import Report
 from microserving.bench.suite import Candidate, run_suite, serving
+from microserving.bench.table import notes_on
 from microserving.bench.targets import Target
 from microserving.bench.texts import Prose, by_length
 from microserving.bench.workloads import Sampling, Style, Synthetic
@@ -128,6 +130,42 @@ def test_ctrl_c_before_the_first_run() -> None:
     report, sent = asyncio.run(disturbed(ctrl_c, 1))
     assert (report["stopped"], report["runs"]) == (True, [])
     assert sent <= 1
+
+
+@pytest.mark.parametrize(
+    ("program", "told"),
+    [
+        ({"name": "mine", "settings": {"a": 1}, "version": 3}, None),
+        ({"name": "round_robin", "settings": {}, "version": 1}, "another program: round_robin, version 1"),
+        ({"name": "mine", "settings": {"a": 2}, "version": 3}, "another program: mine, version 3"),
+        (None, "did not answer any more"),
+    ],
+)
+def test_a_run_whose_program_was_taken_back_is_not_that_programs(
+    program: dict[str, Any] | None, told: str | None
+) -> None:
+    """The router goes over to its last good program when one fails; the figures would be shown under a wrong name."""
+    mine = {"program": {"name": "mine", "settings": {"a": 1}, "version": 3}, "requests_in_flight": 0}
+
+    class Router(Target):
+        answers = iter([mine, mine])  # before the run; when all have ended
+
+        async def stats(self) -> dict[str, Any] | None:
+            return next(self.answers, None if program is None else mine | {"program": program})
+
+    async def run() -> Report:
+        async with listening(MockServer(itertools.repeat(Plan(0.001, ())))) as url:
+            target = Router("t", url)
+            report = await run_suite([target], replace(PLAN, loads=[Closed(1)]), Console())
+            await target.close()
+        return report
+
+    found = asyncio.run(run())["runs"][0]
+    if told is None:
+        assert found["disturbance"] is None
+    else:
+        assert told in found["disturbance"]
+        assert found["disturbance"] in "".join(notes_on(found))
 
 
 def test_clusters_that_want_a_key_get_it(monkeypatch: pytest.MonkeyPatch) -> None:
