@@ -214,7 +214,7 @@ class EngineRegistry:
                 _logger.warning("%s and %s cannot hand KV to each other: %s", peer.label, *far)
         if known is not None and known.epoch != info.epoch:
             self.cluster.forget(known.engine_id)
-        if known is None:
+        if known is None or known.engine_id != info.engine_id:
             self._take_id_from_others(info.engine_id)
         if not peer.draining:
             peer.client.came_back()
