@@ -88,7 +88,6 @@ class RequestRecord:
     resumes: int = 0
     hedges: int = 0
     output_tokens: int = 0
-    cached_tokens: int = 0
     ttft_s: float | None = None
     duration_s: float | None = None
     outcome: str | None = None

@@ -7,7 +7,7 @@ from dataclasses import replace
 from hypothesis import given
 from hypothesis import strategies as st
 
-from microserving.protocol.generation import GenerationChunk, StopParams
+from microserving.protocol.generation import GenerationChunk, StopParams, TokenLogprob
 from microserving.router.delivery import Delivery
 
 from .hosting import generation
@@ -30,9 +30,12 @@ def test_the_ids_are_those_that_were_sent_and_no_more_than_allowed(
     delivery, sent, at = Delivery(request), [], resumed
     for number, size in enumerate(sizes):
         last = number == len(sizes) - 1
-        chunk = GenerationChunk("x" * size, tuple(tokens[at : at + size]), "stop" if last else None, 20, 0)
+        taken = tuple(tokens[at : at + size])
+        scores = tuple(TokenLogprob(token, -1.0) for token in taken)
+        chunk = GenerationChunk("x" * size, taken, "stop" if last else None, 20, 0, logprobs=scores)
         shown = delivery.take(chunk)
         sent += shown.token_ids
+        assert tuple(score.token_id for score in shown.logprobs) == shown.token_ids
         at += size
         assert delivery.output_ids == tuple(tokens[:resumed] + sent)
         assert delivery.tokens == len(sent)
