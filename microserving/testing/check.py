@@ -198,7 +198,7 @@ def _counts(cluster: tuple[int, ...]) -> tuple[int, int, int]:
 def _request(length: int) -> GenerationRequest:
     sampling = SamplingParams(seed=7)
     prompt = tuple(range(1000, 1000 + length))
-    return GenerationRequest("r0", prompt, sampling, StopParams(max_tokens=_OUTPUT_TOKENS))
+    return GenerationRequest("r0", prompt, sampling, StopParams(max_tokens=_OUTPUT_TOKENS), logprobs=0)
 
 
 def _load(program: str | Path | type[Program], settings: Mapping[str, object]) -> LoadedProgram:

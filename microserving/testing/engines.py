@@ -31,9 +31,10 @@ from microserving.program import (
     Request,
 )
 from microserving.program.testing import ClusterInMemory, EngineInMemory, common_prefix
+from microserving.protocol.generation import FinishReason
 from microserving.testing.faults import Fault, Stage
 from microserving.testing.holds import Holds, Lease, pages_of
-from microserving.testing.reference import holds_back, length_of, next_token, text_of
+from microserving.testing.reference import holds_back, length_of, next_token, score_of, text_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -169,8 +170,11 @@ class ModelEngine(EngineInMemory):
             if last:
                 self.holds.generations.pop(request.request_id, None)
             if last or not holds_back(output[-1]):
-                finish = "length" if last else None
-                yield GenerationChunk(text_of(held), tuple(held), finish, len(prompt), len(output))  # type: ignore[arg-type]
+                finish: FinishReason | None = "length" if last else None
+                scores = () if request.logprobs is None else tuple(map(score_of, held))
+                yield GenerationChunk(
+                    text_of(held), tuple(held), finish, len(prompt), len(output), logprobs=scores
+                )
                 held = []
             if last:
                 return

@@ -9,7 +9,7 @@ from array import array
 from collections.abc import Sequence
 from zlib import crc32
 
-from microserving.protocol.generation import GenerationRequest
+from microserving.protocol.generation import GenerationRequest, TokenLogprob
 
 DEFAULT_MAX_TOKENS = 16
 _VOCABULARY = 50_000
@@ -29,6 +29,11 @@ def holds_back(token: int) -> bool:
 
 def text_of(tokens: Sequence[int]) -> str:
     return "".join(f" {token}" for token in tokens)
+
+
+def score_of(token: int) -> TokenLogprob:
+    """The token's log-probability, where it was asked for."""
+    return TokenLogprob(token, -(token % 97) / 8)
 
 
 def length_of(request: GenerationRequest) -> int:

@@ -12,7 +12,7 @@ from microserving.router.program_loader import LoadedProgram
 from microserving.testing.client import Client
 from microserving.testing.faults import Moment
 from microserving.testing.gauges import astray
-from microserving.testing.reference import output_of, text_of
+from microserving.testing.reference import output_of, score_of, text_of
 from microserving.testing.report import Finding, FindingKind, Verdict
 from microserving.testing.trial import Outcome
 
@@ -108,6 +108,10 @@ def _about_output(client: Client) -> Iterator[Finding]:
     tokens = tuple(token for chunk in client.chunks for token in chunk.token_ids)
     whole = client.error is None and client.left is None
     yield from _about_tokens(tokens, wanted, whole=whole)
+    if client.request.logprobs is not None:
+        scores = [score for chunk in client.chunks for score in chunk.logprobs]
+        if scores != [score_of(token) for token in tokens]:
+            yield _found("tokens", "the log-probabilities are not those of the tokens")
     lasts = [number for number, chunk in enumerate(client.chunks, 1) if chunk.finish_reason is not None]
     if len(lasts) > 1 or (lasts and lasts[0] != len(client.chunks)):
         yield _found("ending", "a request has two endings")

@@ -92,6 +92,7 @@ BAD: dict[str, tuple[FindingKind, str, str]] = {
         "no engine has KV pages left, at retries_for_ever.py:11 (prep_recv on decode-0)",
     ),
     "sends_another_prompt": ("tokens", "tokens are wrong", "without any fault"),
+    "drops_scores": ("tokens", "the log-probabilities are not those of the tokens", "without any fault"),
     "hides_failures": ("tokens", "tokens are missing at the end", "it is refused, at hides_failures.py:9"),
     "tells_the_client": (
         "bug",
