@@ -135,6 +135,9 @@ class HealthMonitor:
                     self._timed_out(peer, lag)
                 except MicroservingError as error:
                     self._registry.mark_down(peer, error.message)
+                except Exception as error:  # the wall: whatever it is about an engine, it is asked again
+                    _logger.exception("probing %s failed", peer.label)
+                    self._registry.mark_down(peer, f"it cannot be used: {type(error).__name__}")
 
     async def _probe_down(self) -> None:
         down = [peer for peer in self._registry.peers if peer.state != "up"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import threading
 from contextlib import AsyncExitStack
 from typing import Any
@@ -87,6 +88,28 @@ def test_an_engine_whose_tokenizer_cannot_be_had_is_not_used() -> None:
         assert not watch.monitor.ready
 
     run(scenario)
+
+
+def test_whatever_goes_wrong_with_an_engine_it_is_asked_again(caplog: pytest.LogCaptureFixture) -> None:
+    """A tokenizer of which our code was not prepared, for example: the watch over the engine does not end with that."""
+
+    async def scenario(stack: AsyncExitStack) -> None:
+        (engine,) = await engines(stack, {})
+        watch = watched(stack, [], [engine])
+        load, watch.monitor._load_tokenizer = watch.monitor._load_tokenizer, lambda _: {}["nothing"]
+        with pytest.raises(ConfigError, match="it cannot be used: KeyError"):
+            await watch.monitor.connect(0.2)
+        watch.monitor.start()
+        assert not watch.monitor.ready
+        watch.monitor._load_tokenizer = load
+        async with asyncio.timeout(5):
+            while not watch.monitor.ready:  # noqa: ASYNC110 - what is tested has no event
+                await asyncio.sleep(0.002)
+        assert watch.states == ["up"]
+
+    run(scenario)
+    assert "probing decode engine http://127.0.0.1:" in caplog.text
+    assert "KeyError: 'nothing'" in caplog.text
 
 
 def test_an_engine_that_dies_while_its_tokenizer_is_fetched_comes_back() -> None:
