@@ -12,6 +12,7 @@ import contextlib
 import itertools
 import os
 import secrets
+import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -24,8 +25,8 @@ import pytest
 
 from .conftest import Starter
 from .fault_proxy import FaultProxy, Moment, Trigger
-from .pairs import Pairs, ask, ask_all, post, router_command, running_pairs, wait_writing
-from .processes import PLAIN, Process, free_port, wait_until
+from .pairs import NAMES, Pairs, ask, ask_all, post, router_command, running_pairs, wait_writing
+from .processes import PLAIN, Process, counters, free_port, wait_until
 
 ALL = os.environ.get("KILL_MATRIX") == "all"
 MLC_FILE = Path(__file__).parents[1] / "program" / "data" / "mlc_router.py"
@@ -269,6 +270,48 @@ def test_all_engines_of_a_role_die_and_one_comes_late(role: str, pairs: Pairs, t
                 wait_until(partial(serves, url, body, expected), 60, "served again")
     finally:
         pairs.engines.heal()
+    pairs.wait_at_rest()
+
+
+@pytest.mark.timeout(300)
+def test_engines_change_sides_under_load_and_nothing_is_lost(pairs: Pairs) -> None:
+    """Each is asked for its new part of the work while requests run that know its old one."""
+    pairs.wait_at_rest()
+    pairs.deploy("prefill_decode", {})
+    expected = [pairs.expected(body) for body in BODIES]
+    moves = [
+        ("prefill-1", "decode"),
+        ("prefill-1", "prefill"),
+        ("decode-1", "prefill"),
+        ("decode-1", "decode"),
+    ]
+    over = threading.Event()
+
+    def keep_asking() -> int:
+        rounds = 0
+        while not over.is_set():
+            assert ask_all(pairs.router, BODIES, cache_salt=secrets.token_hex(8)) == expected
+            rounds += 1
+        return rounds
+
+    def done(engine: str, role: str) -> int:
+        """How much it has done of what only this role does."""
+        name = "output_tokens" if role == "decode" else "tokens_sent"
+        return counters(pairs.engines.url(engine))[name]
+
+    with ThreadPoolExecutor(1) as pool:
+        asking = pool.submit(keep_asking)
+        try:
+            for engine, role in moves:
+                before = done(engine, role)
+                answer = pairs.admin.patch(f"/admin/engines/{engine}", json={"role": role})
+                assert answer.status_code == 200, answer.text
+                wait_until(lambda: asking.done() or done(engine, role) > before, 60, f"{engine} as {role}")  # noqa: B023 - at once
+        finally:
+            over.set()
+            for engine in NAMES:
+                pairs.admin.patch(f"/admin/engines/{engine}", json={"role": engine.rpartition("-")[0]})
+        assert asking.result() > 1
     pairs.wait_at_rest()
 
 

@@ -99,21 +99,3 @@ def test_a_context_that_was_moved_is_a_hit_there(cluster: Cluster, hybrid: str, 
     assert difference(before[1], after[1], "tokens_sent") == 203
     assert difference(before[0], after[0], "prompt_tokens_computed") == 1  # the last token, for its logits
     wait_idle(cluster.engines)
-
-
-@pytest.mark.timeout(300)
-def test_roles_change_under_load_and_nothing_is_lost(
-    cluster: Cluster, hybrid: str, admin: httpx.Client, deploy: Deploy
-) -> None:
-    deploy("round_robin")
-    prompts = [ids(60, seed=500 + number) for number in range(8)]
-    expected = [token_ids(completion(hybrid, prompt=prompt, max_tokens=6, **GREEDY)) for prompt in prompts]
-    with ThreadPoolExecutor(4) as pool:
-        answers = pool.map(
-            lambda prompt: completion(cluster.router, prompt=prompt, max_tokens=6, **GREEDY), prompts
-        )
-        for role in ("hybrid", "decode", "prefill", "decode", "prefill"):
-            answer = admin.patch("/admin/engines/prefill-0", json={"role": role})
-            assert answer.status_code == 200, answer.text
-        assert [token_ids(answer) for answer in answers] == expected
-    wait_idle(cluster.engines)
