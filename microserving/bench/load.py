@@ -20,7 +20,7 @@ from microserving.bench.measurement import INTERRUPTED, Measured
 from microserving.bench.workloads import Ask, Session, Workload
 
 _MAX_PREPARED = 1000
-"""Conversations, of memory and of the time before a run; later ones are made just before they are due."""
+"""Conversations, of memory and of the time before a run; later ones are made between two sends."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,7 +112,9 @@ class Load:
 
     async def _run_open(self, arrivals: OpenArrivals) -> None:
         for number, offset in zip(self._numbers(), arrivals.times(), strict=False):
-            session, ask = self._open(number)
+            if number not in self._prepared and not await self._until((self.clock() + offset) / 2):
+                return
+            session, ask = self._open(number)  # half-way at the earliest: the one before has been sent
             if not await self._until(offset):
                 return
             self._start(self._converse(number, session, ask, offset))

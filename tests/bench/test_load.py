@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from microserving.bench import load as load_module
 from microserving.bench.arrivals import Arrivals, Closed, Constant, Poisson, Replay
 from microserving.bench.lengths import Lengths
 from microserving.bench.load import Load, LoadSettings
@@ -219,6 +220,27 @@ def test_texts_are_made_before_anything_is_measured() -> None:
     made.clear()
     measured(Closed(3), itertools.repeat(Plan(0.5, ())), 5, workload=noted, keep_load=False)
     assert made == [(number, 0.0) for number in range(5)]
+
+
+def test_texts_that_were_not_made_before_are_made_between_two_sends(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Right after one send it would hold that one up: its task has not begun."""
+    monkeypatch.setattr(load_module, "_MAX_PREPARED", 0)
+    made: list[float] = []
+
+    class Noted(Synthetic):
+        def session(self, number: int) -> Session:
+            loop: Any = asyncio.get_running_loop()
+            made.append(loop.time())
+            loop._now += 0.02  # that long the client does nothing else
+            return super().session(number)
+
+    noted = Noted(STYLE, Lengths.parse("12"), Lengths.parse("4"))
+    records, mock = measured(
+        Constant(1.0), itertools.repeat(Plan(0.1, ())), 4, workload=noted, keep_load=False
+    )
+    assert made == pytest.approx([0.0, 0.51, 1.5, 2.5])
+    assert [served.came for served in mock.served] == pytest.approx([0.02, 1.0, 2.0, 3.0])
+    assert len(records) == 4
 
 
 def test_a_stopped_load_prepares_and_sends_nothing() -> None:
