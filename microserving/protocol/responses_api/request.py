@@ -117,7 +117,7 @@ class TextFormat(WireModel):
 
 
 class TextConfig(WireModel):
-    format: TextFormat = TextFormat(type="text")
+    format: TextFormat = TextFormat.model_validate({"type": "text"})
 
 
 class ResponsesRequest(ChatFields):
@@ -163,8 +163,10 @@ class ResponsesRequest(ChatFields):
 
     @cached_property
     def chat(self) -> Sequence[ChatMessage]:
-        begin = [] if self.instructions is None else [ChatMessage(role="system", content=self.instructions)]
-        return begin + chat_messages(self.input)
+        messages = chat_messages(self.input)
+        if self.instructions is not None:
+            messages.insert(0, ChatMessage.model_construct(role="system", content=self.instructions))
+        return messages
 
     @property
     def token_limit(self) -> int | None:
