@@ -225,6 +225,7 @@ def test_broken_json(body: bytes, http: httpx.Client, cluster: Cluster) -> None:
     for url, path in (
         (cluster.router, "/v1/completions"),
         (cluster.router, "/v1/chat/completions"),
+        (cluster.router, "/v1/responses"),
         (cluster.decode, "/microserving/prep_recv"),
         (cluster.prefill, "/microserving/remote_send"),
         (cluster.decode, "/microserving/start_generate"),

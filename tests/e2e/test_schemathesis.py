@@ -51,7 +51,14 @@ JSON: Final = st.recursive(
     lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(max_size=10), inner, max_size=4),
     max_leaves=12,
 )
-PATHS: Final = ("/v1/completions", "/v1/chat/completions", "/tokenize", "/detokenize")
+BASES: Final[dict[str, dict[str, Any]]] = {
+    "/v1/completions": {"prompt": "a", "max_tokens": 2},
+    "/v1/chat/completions": {"messages": [{"role": "user", "content": "a"}], "max_tokens": 2},
+    "/v1/responses": {"input": "a", "max_output_tokens": 2},
+    "/tokenize": {"prompt": "a"},
+    "/detokenize": {"tokens": [1]},
+}
+"""What a body has where it does not say otherwise."""
 
 
 @pytest.fixture(params=["engine", "router"])
@@ -78,6 +85,8 @@ def shortened(body: Any) -> Any:
     """A valid request that does not take long; anything else as it is."""
     if not isinstance(body, dict):
         return body
+    if "input" in body:
+        return {**body, "max_output_tokens": 2, "timeout": None}
     short = {name: value for name, value in SHORT.items() if name in body or name == "max_tokens"}
     return {**body, **short}
 
@@ -109,7 +118,7 @@ def test_what_the_document_allows_is_answered_as_it_says(
 
 
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize("path", PATHS)
+@pytest.mark.parametrize("path", BASES)
 def test_any_json_is_answered(server: str, unharmed: None, path: str) -> None:
     """Also with the fields that there are and values of any kind in them."""
     document = httpx.get(f"{server}/openapi.json", verify=PLAIN).json()
@@ -120,9 +129,8 @@ def test_any_json_is_answered(server: str, unharmed: None, path: str) -> None:
     @settings(ONLY, max_examples=4 * EXAMPLES)
     @given(body=bodies)
     def check(body: Any) -> None:
-        base = {"messages": [{"role": "user", "content": "a"}]} if "chat" in path else {"prompt": "a"}
         if isinstance(body, dict):
-            body = {**base, "max_tokens": 2, **body}
+            body = {**BASES[path], **body}
         answer = http.post(path, json=body)
         assert answer.status_code in (200, 400, 404, 413), answer.text
         if answer.status_code != 200:
