@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Awaitable, Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import get_args
@@ -38,9 +38,15 @@ _ASK_S = 0.5
 """How long ``prefix_aware_exact`` waits for an engine's answer; of a slower one the index is believed."""
 
 
+_ARRIVALS = 20
+"""The last prompts of an engine, which tell how often it gets one."""
+_FEW_ARRIVALS = 4
+
+
 class Backlog:
     """Prompt tokens that each engine has still to compute: what it told last, what was sent its way since, and less what
-    it computes meanwhile at the rate that it told. So a burst between two looks at the load is spread.
+    it computes meanwhile at the rate that it told. So a burst between two looks at the load is spread. And how often each
+    gets a prompt.
 
     clock: seconds, monotonic.
     """
@@ -48,6 +54,7 @@ class Backlog:
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
         self._known: dict[str, tuple[EngineLoad, float, float]] = {}  # load, tokens, when that was
+        self._arrivals: dict[str, deque[float]] = {}
 
     def add(self, engine: EngineClient, tokens: int) -> None:
         self._known[engine.id] = (engine.load, self.tokens(engine) + tokens, self._clock())
@@ -58,9 +65,17 @@ class Backlog:
             return engine.load.queued_prefill_tokens
         return max(0.0, tokens - load.prefill_tokens_per_s * (self._clock() - since))
 
+    def arrived(self, engine: EngineClient) -> float:
+        """A prompt has come for ``engine``: prompts a second of late, 0.0 while they are few."""
+        times = self._arrivals.setdefault(engine.id, deque(maxlen=_ARRIVALS))
+        times.append(self._clock())
+        seconds = times[-1] - times[0]
+        return (len(times) - 1) / seconds if len(times) >= _FEW_ARRIVALS and seconds > 0.0 else 0.0
+
     def forget(self, engine_id: str) -> None:
         """The engine is gone."""
         self._known.pop(engine_id, None)
+        self._arrivals.pop(engine_id, None)
 
 
 @dataclass(slots=True)
@@ -251,20 +266,24 @@ class Cluster:
     def balanced_end(
         self, request: Request, matched: int, prefill: EngineClient, decode: EngineClient
     ) -> int:
-        """Where to split the prompt so that both engines are done with all they have at the same time, as far as is known
-        now: ``microserving.policies.balanced_end``. What it gives each of them counts as sent there.
+        """Where to split the prompt so that requests take the least time, as far as is known now:
+        ``microserving.policies.balanced_end``. What it gives each of the two counts as sent there.
 
-        matched: leading prompt tokens that ``decode`` has cached. The request itself counts among those on ``decode``, as
-        it does once a policy chose that engine for it.
+        matched: leading prompt tokens that ``decode`` has cached. The request itself counts among those on both, as it
+        does once a policy chose them for it.
         """
         backlog, output = self._backlog, request.stop.max_tokens or NOMINAL_OUTPUT_TOKENS
+        others = max(0, decode.in_flight - 1)
+        prompts = max(0, sum(engine.in_flight for engine in self.prefill) - 1)
         end = balanced_end(
             request.prompt_length,
             matched,
             prefill.load,
             decode.load,
             queued=(backlog.tokens(prefill), backlog.tokens(decode)),
-            decoding=decoding_s(decode.load, max(0, decode.in_flight - 1), output),
+            decoding=decoding_s(decode.load, others, output),
+            outputs=max(0.0, others - prompts / max(1, len(self.decode))),
+            coming=backlog.arrived(prefill),
         )
         backlog.add(prefill, max(0, end - matched))
         backlog.add(decode, request.prompt_length - max(end, min(matched, request.prompt_length)))

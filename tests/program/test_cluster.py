@@ -267,19 +267,39 @@ def test_a_backlog_is_worked_off_until_the_load_is_told_again() -> None:
 
 def test_the_balanced_split_sees_a_burst_and_running_outputs() -> None:
     """p = d = 100 tokens/s, and nobody tells anything new meanwhile."""
+    now = 0.0
 
     async def scenario() -> None:
-        cluster = FakeCluster()
-        for engine in cluster.engines.values():
+        nonlocal now
+        engines = FakeCluster().engines
+        prefill, decode = engines["prefill-0"], engines["decode-0"]
+        for engine in engines.values():
             engine.load = EngineLoad(prefill_tokens_per_s=100.0, decode_step_ms=100.0)
-        prefill, decode = cluster["prefill-0"], cluster["decode-0"]
-        ends = [cluster.balanced_end(make_request(range(1000)), 0, prefill, decode) for _ in range(3)]
-        assert ends == pytest.approx([500, 500, 500], abs=2)  # what each got before is the same
+        cluster = Cluster(
+            prefill=lambda: [prefill],
+            decode=lambda: [decode],
+            all=lambda: [prefill, decode],
+            clock=lambda: now,
+        )
+
+        def end(max_tokens: int | None = None, matched: int = 0) -> int:
+            return cluster.balanced_end(
+                make_request(range(1000), max_tokens=max_tokens), matched, prefill, decode
+            )
+
+        for _ in range(3):  # few: nobody seems to come after them
+            assert end() == 999
+            now += 20.0
+        # The fourth in 60 s, 20 s after the last one: 0.05 a second while the engine computes 1,000 tokens for 10 s
+        # is half a request, for which (1.5 * 100 - 100) / 100 = 1/2 of the balance pays.
+        assert end() == pytest.approx(500, abs=2)
         for number in range(2):
             await decode.prep_recv(make_request(range(9), request_id=f"other-{number}"), end=0)
-        # One of the two counts as this request itself: 8 / 2 = 4 steps of 0.1 s, 40 tokens' time, are before the rest.
-        request = make_request(range(1000), max_tokens=8)
-        assert cluster.balanced_end(request, 0, prefill, decode) == pytest.approx(520, abs=2)
-        assert cluster.balanced_end(request, 2000, prefill, decode) == 999
+        now += 20.0
+        # One of the two counts as this request itself; the other is an output: 8 / 2 = 4 steps of 0.1 s are before the
+        # rest, which goes at 50 tokens/s: e / 100 == 0.4 + (1000 - e) / 50, so e = 680. Half a request for which
+        # (2.5 * 100 - 100) / 100 = 1.5 would have to come: a third of the 319 is moved.
+        assert end(max_tokens=8) == pytest.approx(999 - 319 / 3, abs=2)
+        assert end(matched=2000) == 999
 
     asyncio.run(scenario())

@@ -39,14 +39,19 @@ def test_auto_splits_by_live_loads() -> None:
     cluster["prefill-0"].load = EngineLoad(prefill_tokens_per_s=300.0)
     cluster["decode-0"].load = EngineLoad(prefill_tokens_per_s=100.0)
     cluster["decode-0"].matched = 200
-    asyncio.run(run(program("balanced_prefill_decode", pd_balance_factor="auto"), cluster))
-    # (e - 200) / 300 == (1000 - e) / 100
+    served = program("balanced_prefill_decode", pd_balance_factor="auto")
+    asyncio.run(run(served, cluster))
     assert calls(cluster, "decode-0") == [
         ("match_prefix", 0, 0),
-        ("prep_recv", 0, 800),
-        ("start_generate", 800, 1000),
+        ("prep_recv", 0, 999),  # nobody waits for the prefill engine: it does all it can
+        ("start_generate", 999, 1000),
     ]
-    assert calls(cluster, "prefill-0") == [("remote_send", 200, 800)]
+    assert calls(cluster, "prefill-0") == [("remote_send", 200, 999)]
+    for _ in range(3):  # with the first one four in no time, and nobody tells of a new load
+        asyncio.run(run(served, cluster))
+    # 3 * 799 and 3 * 1 were sent before the last one: (2397 + e - 200) / 300 == (3 + 1000 - e) / 100
+    *_, (verb, _, end), _ = calls(cluster, "decode-0")
+    assert (verb, end) == ("prep_recv", pytest.approx(203, abs=30))
 
 
 def test_auto_leaves_the_prefill_engine_out_when_most_is_cached() -> None:
