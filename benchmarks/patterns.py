@@ -178,7 +178,8 @@ def knee(report: Report) -> float | None:
     light = mean_jct(report, PLAIN, rates[0]) if rates else None
     if light is None:
         return None
-    return max(rate for rate in rates if (mean_jct(report, PLAIN, rate) or float("inf")) <= KNEE * light)
+    kept: list[float] = [r for r in rates if (mean_jct(report, PLAIN, r) or float("inf")) <= KNEE * light]
+    return max(kept)
 
 
 def ratio(above: float | None, below: float | None) -> float | None:
