@@ -8,7 +8,7 @@ GPU; each engine has one core to itself, ``one engine`` has both. The clusters r
 Rates are shares of what the prefill engine of plain 1P1D can take, which is measured first. The second workload
 (``shared-prefix``) has the prefix cache on; each run begins with an empty one.
 
-The knee is where plain 1P1D stops to keep up: the figures are of the highest rate at which its mean JCT is at most three
+The knee is where plain 1P1D stops to keep up: the figures are of the last rate before its mean JCT is more than three
 times that at the lowest rate (``--quick``: of 0.85 of what it can take).
 """
 
@@ -17,10 +17,12 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
+import math
 import os
 import statistics
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
@@ -178,8 +180,9 @@ def knee(report: Report) -> float | None:
     light = mean_jct(report, PLAIN, rates[0]) if rates else None
     if light is None:
         return None
-    kept: list[float] = [r for r in rates if (mean_jct(report, PLAIN, r) or float("inf")) <= KNEE * light]
-    return max(kept)
+    kept = takewhile(lambda rate: (mean_jct(report, PLAIN, rate) or math.inf) <= KNEE * light, rates)
+    below: float = max(kept)
+    return below
 
 
 def ratio(above: float | None, below: float | None) -> float | None:

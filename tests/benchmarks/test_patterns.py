@@ -42,6 +42,16 @@ def test_the_figures_are_of_the_rate_just_below_the_knee() -> None:
     )
 
 
+def test_a_lucky_run_beyond_the_knee_is_not_below_it() -> None:
+    measured = report()
+    for run in measured["runs"]:
+        if run["label"] == patterns.PLAIN and run["rate"] == 0.4:
+            run["summary"]["latencies"]["jct"]["mean"] = 14.0
+        if run["label"] == patterns.PLAIN and run["rate"] == 0.5:
+            run["summary"]["latencies"]["jct"]["mean"] = 11.0
+    assert patterns.figures(measured)["rate_below_knee"] == 0.2
+
+
 def test_a_run_that_was_ended_early_has_the_figures_that_it_can_have() -> None:
     found = patterns.figures(report((patterns.PLAIN, patterns.DATA_PARALLEL), (0.2,)))
     assert found["p99_tpot_ratio_pd_vs_dp"] == pytest.approx(0.25)
