@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import logging
 import secrets
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Collection, Mapping, Sequence
 from contextlib import aclosing
 from typing import Final
 
@@ -20,10 +21,14 @@ from microserving.protocol.generation import GenerationChunk, GenerationRequest,
 from microserving.protocol.openai import UINT64_MAX, GenerationFields
 from microserving.protocol.sse import MAX_EVENT_BYTES
 
+_logger = logging.getLogger(__name__)
+
 MAX_SCORES: Final = 2**22
 """Log-probabilities in one answer: about 0.5 GB."""
 MAX_PROMPT_SCORES: Final = MAX_EVENT_BYTES // 48
 """Log-probabilities of one prompt: an engine tells a router all of them in one event, each in 48 bytes at the most."""
+_END_S: Final = 10.0
+"""How long generations that nobody wants any more may take to end."""
 IndexedChunk = tuple[int, GenerationChunk]
 _GOLDEN = 0x9E3779B97F4A7C15
 
@@ -182,8 +187,9 @@ async def _indexed(
 async def _merged(
     backend: Backend, requests: Sequence[GenerationRequest], concurrency: int
 ) -> AsyncGenerator[IndexedChunk, None]:
-    queue: asyncio.Queue[IndexedChunk | Exception | None] = asyncio.Queue(maxsize=2 * concurrency)
+    queue: asyncio.Queue[IndexedChunk | BaseException | None] = asyncio.Queue(maxsize=2 * concurrency)
     waiting, started = iter(enumerate(requests)), time.monotonic()
+    left = False
 
     async def work() -> None:
         for index, planned in waiting:
@@ -192,25 +198,41 @@ async def _merged(
                 async for item in chunks:
                     await queue.put(item)
 
-    async def work_all() -> None:
-        end: Exception | None = None
+    async def work_to_the_end() -> None:
+        end: BaseException | None = None
         try:
-            async with asyncio.TaskGroup() as group:
-                for _ in range(min(concurrency, len(requests))):
-                    group.create_task(work())
-        except ExceptionGroup as failed:
-            end = failed.exceptions[0]
+            await work()
+        except BaseException as error:  # noqa: BLE001 - whatever it is, the reader waits for it
+            if left:
+                return
+            end = error
+            if isinstance(error, asyncio.CancelledError):
+                end = InternalError("the backend cancelled a generation")
         await queue.put(end)
 
-    producer = asyncio.create_task(work_all())
+    workers = [asyncio.create_task(work_to_the_end()) for _ in range(min(concurrency, len(requests)))]
+    running = len(workers)
     try:
-        while (item := await queue.get()) is not None:
-            if isinstance(item, Exception):
+        while running:
+            item = await queue.get()
+            if item is None:
+                running -= 1
+            elif isinstance(item, BaseException):
                 raise item
-            yield item
+            else:
+                yield item
     finally:
-        producer.cancel()
-        await asyncio.wait((producer,))
+        left = True
+        await _end(workers)
+
+
+async def _end(workers: Collection[asyncio.Task[None]]) -> None:
+    for worker in workers:
+        worker.cancel()
+    if workers:
+        _, clinging = await asyncio.wait(workers, timeout=_END_S)
+        if clinging:
+            _logger.warning("%d generations do not end although they were cancelled", len(clinging))
 
 
 def _from_now(request: GenerationRequest, since: float) -> GenerationRequest:
