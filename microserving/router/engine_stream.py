@@ -104,9 +104,13 @@ class EngineStream(ChunkStream):
             answer.let_go()
 
     async def aclose(self) -> None:
+        """Who waits in ``more`` (another task) finds the end."""
         self.leave()
         self._chunks.clear()
         self._error = None
+        waiter = self._waiter
+        if waiter is not None and not waiter.done():
+            waiter.set_result(None)
 
     async def _open(self) -> None:
         try:
@@ -114,6 +118,9 @@ class EngineStream(ChunkStream):
         except MicroservingError as error:
             self._over = True
             raise self._failed(self._http.seen_by_client(error)) from None
+        if self._over:  # closed meanwhile by another task
+            answer.let_go()
+            return
         self._answer = answer
         answer.listen(self._heard)
 
@@ -143,7 +150,7 @@ class EngineStream(ChunkStream):
         if not self._begun:
             self._begun = True
             self._answered()
-        self._held += len(piece)
         reader, chunks = self._reader, self._chunks
+        self._held = self._held + len(piece) if chunks else len(piece)
         for data in self._parser.feed(piece):
             chunks += reader.feed(data)

@@ -176,6 +176,46 @@ def test_whoever_keeps_up_is_never_held_back() -> None:
     run(scenario)
 
 
+def test_whoever_finds_something_each_time_is_never_held_back() -> None:
+    async def scenario(opened: Opened) -> None:
+        stream, wire = await opened.begun()
+        for number in range(1, 1000):
+            wire.send(in_chunk(token(number)))
+            assert (await anext(stream)).token_ids == (number,)
+        wire.send(in_chunk(token(1000, last=True) + USAGE + DONE) + LAST)
+        assert ids([chunk async for chunk in stream]) == [1000]
+        assert wire.pauses == 0
+
+    run(scenario)
+
+
+def test_who_waits_when_another_task_closes_the_stream_finds_its_end() -> None:
+    async def scenario(opened: Opened) -> None:
+        stream, wire = await opened.begun()
+        waiting = asyncio.ensure_future(anext(stream, None))
+        await asyncio.sleep(0)
+        await stream.aclose()  # type: ignore[attr-defined]
+        assert await waiting is None
+        await asyncio.sleep(0)
+        assert wire.aborted
+
+    run(scenario)
+
+
+def test_a_stream_that_is_closed_before_the_engine_answers_leaves_no_connection() -> None:
+    async def scenario(opened: Opened) -> None:
+        stream = opened.client.start_generate(REQUEST)
+        waiting = asyncio.ensure_future(anext(stream, None))
+        wire = await opened.asked.get()
+        await stream.aclose()  # type: ignore[attr-defined]
+        wire.send(HEAD + in_chunk(token(0)))
+        assert await waiting is None
+        await asyncio.sleep(0)
+        assert wire.aborted
+
+    run(scenario)
+
+
 @settings(max_examples=100, deadline=None)
 @given(st.data())
 def test_no_token_is_lost_or_doubled_however_it_comes_and_is_taken(data: st.DataObject) -> None:
