@@ -26,7 +26,8 @@ from microserving.errors import (
 )
 from microserving.program import Cluster, EngineClient, GenerationChunk, Request
 from microserving.router.alarms import Alarms
-from microserving.router.holdings import Holdings, close_within
+from microserving.router.endings import close_within
+from microserving.router.holdings import Holdings
 from microserving.router.in_flight import InFlight
 from microserving.router.ledger import AttemptRecord
 from microserving.router.program_host import Outcome
@@ -47,7 +48,7 @@ class Attempt:
     """Ask for the ``next`` chunk until there is none; then, however that ended, ``end`` it, and ``release`` what that left
     over.
 
-    outcome: how it ended for the program, once it did. deadline: loop time. stall_s: how long the program may do
+    outcome: how it ended for the program, once it did. error: with which it failed, if it did. deadline: loop time. stall_s: how long the program may do
     nothing, neither ask an engine nor give a chunk. without, strictly: see ``Cluster.bound``. alarms: shared.
     """
 
@@ -67,17 +68,21 @@ class Attempt:
     ) -> None:
         self.program = program
         self.outcome: Outcome = "other"
+        self.error: MicroservingError | None = None
         self.record = record
         self._request = request
         self._holdings = Holdings(in_flight, record, cluster.index, alarms)
         self._cluster = cluster.bound(
             seen=self._holdings.bind, chosen=self._holdings.choose, without=without, strictly=strictly
         )
-        self._watchdog = Watchdog(self._holdings, deadline=deadline, stall_s=stall_s, alarms=alarms)
+        self._watchdog = Watchdog(
+            self._holdings, deadline=deadline, stall_s=stall_s, alarms=alarms, clinging=self._take_away
+        )
         self._route: AsyncIterator[GenerationChunk] | None = None
         self._running = self._finished = False
         self._told_of_await = False
         self._reading: asyncio.Task[GenerationChunk | None] | None = None
+        self._taking_away: asyncio.Task[None] | None = None
 
     @property
     def failed(self) -> set[EngineClient]:
@@ -92,8 +97,11 @@ class Attempt:
     def end(self) -> bool:
         """No more chunks are wanted. False: there is something to ``release``."""
         self._holdings.unclaim()
-        reads = self._reading is not None and not self._reading.done()
-        return not reads and not self._running and not self._holdings
+        tasks = any(task is not None and not task.done() for task in (self._reading, self._taking_away))
+        if tasks or self._running or self._holdings:
+            return False
+        self._holdings.close()
+        return True
 
     def read_ahead(self) -> asyncio.Task[GenerationChunk | None]:
         """Wait for the first chunk (None: there is none) in a task of its own, which ``release`` ends."""
@@ -116,7 +124,8 @@ class Attempt:
         if not self._told_of_await and (hint := self._not_awaited()):
             _logger.warning("the router program %s forgot something%s", self.program.where, hint)
         self._holdings.close_calls()
-        self._holdings.unclaim()
+        if self._taking_away is not None:
+            await asyncio.wait([self._taking_away])
         await self._holdings.release(timeout_s)
 
     async def next(self) -> GenerationChunk | None:
@@ -124,8 +133,8 @@ class Attempt:
         InternalError for its bugs. Not after it has raised."""
         watchdog, exhausted = self._watchdog, False
         try:
-            route = self._start() if self._route is None else self._route
             watchdog.check()
+            route = self._start() if self._route is None else self._route
             watchdog.waiting = WAITING
             try:
                 chunk = await route.__anext__()
@@ -142,20 +151,27 @@ class Attempt:
                 raise self._bug("went on after the last chunk")
             if type(chunk) is not GenerationChunk or chunk.finish_reason is not None:
                 self._finished = self._is_last(chunk)
-        except (
-            Exception,
-            asyncio.CancelledError,
-            SystemExit,
-            KeyboardInterrupt,
-        ) as error:  # a program may raise anything
+        except BaseException as error:  # the wall: a program may raise anything
+            if isinstance(error, GeneratorExit) and not watchdog.stepping:
+                raise  # nobody runs us any more
             if not exhausted:
                 await self._stop(_CLOSE_S)
             told = self._told(error)
+            self.error = told if isinstance(told, MicroservingError) else None
             if told is error:
                 raise
             raise told from None if isinstance(error, _OURS) else error
         self._holdings.unclaim()  # who was chosen and not asked so far does not serve this request
         return chunk
+
+    def _take_away(self) -> None:
+        """The program goes on although it was stopped: the engines that it holds are freed all the same."""
+        if self._taking_away is None:
+            where = self.program.where
+            _logger.error(
+                "the router program %s does not end although it was cancelled: its engines are freed", where
+            )
+            self._taking_away = asyncio.create_task(self._holdings.release(_CLOSE_S))
 
     def _start(self) -> AsyncIterator[GenerationChunk]:
         self._running = True

@@ -7,27 +7,29 @@ also what the in-flight counters count. Knows no HTTP and no program.
 from __future__ import annotations
 
 import asyncio
-import logging
 from collections.abc import AsyncIterator, Awaitable, Coroutine
 from typing import Any, Literal, TypeVar
 
-from microserving.errors import EngineUnavailable, MicroservingError, Overloaded
+from microserving.errors import EngineUnavailable, InternalError, MicroservingError, Overloaded
 from microserving.policies import EngineLoad, PrefixIndex
 from microserving.program import EngineClient, EngineRole, Received, Request
 from microserving.protocol.generation import GenerationChunk, RemoteSendResult
 from microserving.router.alarms import Alarms
-from microserving.router.chunk_stream import ChunkStream, close, readable
+from microserving.router.chunk_stream import ChunkStream, readable
+from microserving.router.endings import abort_within, close_within
 from microserving.router.in_flight import InFlight
 from microserving.router.ledger import AttemptRecord
 from microserving.router.renewals import Renewals
 from microserving.router.retries import is_engines_fault
 
-_logger = logging.getLogger(__name__)
-
 Kind = Literal["reservation", "send", "generation"]
 ResultT = TypeVar("ResultT")
 _MANY_CALLS = 16
 """Of a program's calls: then those that have begun are forgotten."""
+_LATE_S = 5.0
+"""How long an engine may take to take back what it gave after the end."""
+_REFUSAL_S = 0.05
+"""What a refusal takes: a program that tries again for ever must not keep the event loop busy."""
 
 
 class _Hold:
@@ -46,7 +48,7 @@ class Holdings:
 
     record: where the attempt's facts are written down; index: where, what engines had cached. alarms: shared. busy:
     answers of engines that are waited for now; moves: those that came. failed: the engines that failed, or whose peer in
-    a transfer did. unbegun: calls of the program that nobody has begun to await.
+    a transfer did. unbegun: calls of the program that nobody has begun to await. closed: nothing can be taken any more.
     """
 
     __slots__ = (
@@ -60,6 +62,7 @@ class Holdings:
         "_renewals",
         "_streams",
         "busy",
+        "closed",
         "failed",
         "moves",
         "record",
@@ -77,6 +80,7 @@ class Holdings:
         self._index = index
         self._alarms = alarms
         self.busy = self.moves = self.unbegun = 0
+        self.closed = False
         self.failed: set[EngineClient] = set()
         self._in_flight = in_flight
         self._claims: set[EngineClient] = set()
@@ -106,10 +110,26 @@ class Holdings:
         """``engine`` as a policy chose it. It counts from now on, so that the next request sees it when it chooses,
         although the program may first wait for another engine."""
         claims = self._claims
-        if engine not in claims and not (self._held and any(held is engine for held, _ in self._held)):
+        if self.closed or engine in claims:
+            return self.bind(engine)
+        if not (self._held and any(held is engine for held, _ in self._held)):
             claims.add(engine)
             self._in_flight[engine] += 1
         return self.bind(engine)
+
+    def close(self) -> None:
+        """The attempt is over: a task that its program left behind gets nothing any more. Idempotent."""
+        self.closed = True
+        self.unclaim()
+
+    async def refuse(self) -> None:
+        """When ``closed``: raises InternalError."""
+        await asyncio.sleep(_REFUSAL_S)
+        raise InternalError("the request has ended: nothing can be done on an engine for it any more")
+
+    async def take_back(self, engine: EngineClient, request: Request) -> None:
+        """``engine`` may have given something when nobody wanted it any more."""
+        await abort_within(engine, request, _LATE_S)
 
     def unclaim(self) -> None:
         """No engine that was chosen and never asked counts any more. Idempotent."""
@@ -228,14 +248,16 @@ class Holdings:
         self._streams.append(stream)
 
     async def release(self, timeout_s: float) -> None:
-        """Close the streams and abort all that is still held. Each engine has ``timeout_s``; never raises for one."""
+        """``close``; close the streams, too, and abort all that is still held. Each engine has ``timeout_s``; never raises
+        for one."""
+        self.close()
         try:
             if self._renewals is not None:
                 await self._renewals.close()
             for stream in self._streams:
                 await close_within(stream, timeout_s)
             held = [(engine, hold.request) for (engine, _), hold in self._held.items()]
-            await asyncio.gather(*(_abort(engine, request, timeout_s) for engine, request in held))
+            await asyncio.gather(*(abort_within(engine, request, timeout_s) for engine, request in held))
         finally:
             for (engine, _), hold in list(self._held.items()):
                 self.drop(engine, hold.request, *hold.kinds)
@@ -282,16 +304,23 @@ class HeldEngine(EngineClient):
     async def _prep_recv(self, request: Request, end: int) -> Received:
         holdings, engine = self._holdings, self._inner
         holdings.unbegun -= 1
+        if holdings.closed:
+            await holdings.refuse()
         is_new = holdings.take(engine, request, "reservation")
         holdings.busy += 1
         try:
             received = await engine.prep_recv(request, end=end)
         except MicroservingError as error:
             holdings.refused(error, engine, request, "reservation" if is_new else None)
+            if holdings.closed:
+                await holdings.take_back(engine, request)
             raise
         finally:
             holdings.busy -= 1
             holdings.moves += 1
+        if holdings.closed:
+            await holdings.take_back(engine, request)
+            await holdings.refuse()
         holdings.received(received, engine, request)
         return Received(
             received.kv_append_metadata,
@@ -305,6 +334,8 @@ class HeldEngine(EngineClient):
     async def _remote_send(self, request: Request, to: Received) -> RemoteSendResult:
         holdings, engine = self._holdings, self._inner
         holdings.unbegun -= 1
+        if holdings.closed:
+            await holdings.refuse()
         if to.complete:
             return await engine.remote_send(request, to=to)
         holdings.record.sending(engine)
@@ -315,6 +346,8 @@ class HeldEngine(EngineClient):
             result = await receiver.while_answering(engine.remote_send(request, to=to))
         except MicroservingError as error:
             holdings.refused(error, engine, request, "send" if is_new else None, receiver)
+            if holdings.closed:
+                await holdings.take_back(engine, request)
             raise
         finally:
             holdings.busy -= 1
@@ -331,6 +364,8 @@ class HeldEngine(EngineClient):
 
     async def _commit(self, request: Request) -> int:
         self._holdings.unbegun -= 1
+        if self._holdings.closed:
+            await self._holdings.refuse()
         self._holdings.use(self._inner, request)
         cached = await self._holdings.asked(self._inner.commit(request))
         self._holdings.drop(self._inner, request, "reservation")
@@ -379,7 +414,7 @@ class HeldStream(AsyncIterator[GenerationChunk]):
     async def __anext__(self) -> GenerationChunk:
         if self._over:
             raise StopAsyncIteration
-        stream = self._start() if self._stream is None else self._stream
+        stream = await self._start() if self._stream is None else self._stream
         try:
             while (chunk := stream.take()) is None:
                 self._holdings.busy += 1
@@ -389,6 +424,8 @@ class HeldStream(AsyncIterator[GenerationChunk]):
                     self._holdings.busy -= 1
         except StopAsyncIteration:
             self._end()
+            if not self._finished and self._holdings.closed:
+                await self._holdings.refuse()
             raise
         except BaseException as error:
             self._over = True
@@ -407,9 +444,16 @@ class HeldStream(AsyncIterator[GenerationChunk]):
         if self._stream is not None:
             await self._stream.aclose()
 
-    def _start(self) -> ChunkStream:
+    async def _start(self) -> ChunkStream:
         holdings, engine, request = self._holdings, self._engine, self._request
-        self._stream = stream = readable(aiter(engine.start_generate(request, begin=self._begin)))
+        if holdings.closed:
+            await holdings.refuse()
+        try:
+            self._stream = stream = readable(aiter(engine.start_generate(request, begin=self._begin)))
+        except MicroservingError as error:
+            self._over = True
+            holdings.refused(error, engine, request, None)
+            raise
         holdings.watch(self)
         holdings.use(engine, request)
         holdings.record.generating(engine)
@@ -421,27 +465,6 @@ class HeldStream(AsyncIterator[GenerationChunk]):
         if self._finished:
             self._holdings.found_cached(self._engine, self._request, self._cached)
             self._holdings.drop(self._engine, self._request, "reservation", "generation")
-
-
-async def close_within(chunks: AsyncIterator[Any], timeout_s: float) -> None:
-    """``close``, but bounded, and an error is only logged: there is nobody left to tell."""
-    if getattr(chunks, "ag_frame", chunks) is None:
-        return
-    try:
-        async with asyncio.timeout(timeout_s):
-            await close(chunks)
-    except (MicroservingError, TimeoutError, RuntimeError) as error:
-        _logger.warning("a stream did not close: %r", error)
-
-
-async def _abort(engine: EngineClient, request: Request, timeout_s: float) -> None:
-    try:
-        async with asyncio.timeout(timeout_s):
-            await engine.abort(request)
-    except (MicroservingError, TimeoutError) as error:
-        # Of an engine that is gone the registry has told already.
-        level = logging.INFO if isinstance(error, EngineUnavailable) else logging.WARNING
-        _logger.log(level, "could not abort request %s on %s: %s", request.request_id, engine.id, error)
 
 
 def _is_unstarted(called: tuple[str, Any]) -> bool:

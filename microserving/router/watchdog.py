@@ -7,6 +7,7 @@ for; ``Activity`` says whether an engine is being asked, whose silence has limit
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 from typing import Protocol
 
 from microserving.errors import DeadlineExceeded, MicroservingError
@@ -39,11 +40,18 @@ class Watchdog:
     """Around each wait: ``check``, then set ``waiting``; afterwards unset it, and ``settle`` when it has ``cancelled``.
 
     All waits are in one task, until that has ended or ``forget_task`` was called. ``close`` after the last one. Needs a
-    running loop. deadline: loop time; None = none. (Plain attributes, because this is done for every token.)
+    running loop. deadline: loop time; None = none. clinging: called each time that a wait goes on although it was cancelled
+    ``_AGAIN_S`` ago; then it is cancelled again. (Plain attributes, because this is done for every token.)
     """
 
     def __init__(
-        self, activity: Activity, *, deadline: float | None, stall_s: float, alarms: Alarms | None = None
+        self,
+        activity: Activity,
+        *,
+        deadline: float | None,
+        stall_s: float,
+        alarms: Alarms | None = None,
+        clinging: Callable[[], None] = lambda: None,
     ) -> None:
         self.waiting = 0
         self.cancelled = 0
@@ -51,6 +59,7 @@ class Watchdog:
         self._activity = activity
         self._deadline = deadline
         self._stall_s = stall_s
+        self._clinging = clinging
         self._loop = loop = asyncio.get_running_loop()
         self._task: asyncio.Task[object] | None = None
         self._moves = -1
@@ -64,6 +73,11 @@ class Watchdog:
             raise self.error
         if self._task is None or self._task.done():
             self._task = asyncio.current_task(self._loop)
+
+    @property
+    def stepping(self) -> bool:
+        """Whether the task of the waits is the one that runs now: what a wait raises then is the program's."""
+        return self._task is not None and asyncio.current_task(self._loop) is self._task
 
     def forget_task(self) -> None:
         """The next waits are in another task."""
@@ -94,7 +108,9 @@ class Watchdog:
         if self.error is None:
             self._wait_until(now + self._stall_s)
         elif self.waiting and self._task is not None:
-            if not self.cancelled:
+            if self.cancelled:
+                self._clinging()
+            else:
                 self._cancelling = self._task.cancelling()
             self.cancelled += 1
             self._task.cancel()

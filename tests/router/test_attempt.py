@@ -52,6 +52,28 @@ async def ends_the_process(request: Request, cluster: Cluster) -> AsyncIterator[
     yield
 
 
+class Odd(BaseException):
+    """Neither an Exception nor one that Python itself treats in a special way."""
+
+
+async def raises_something_odd(request: Request, cluster: Cluster) -> AsyncIterator[Any]:
+    await reserve(request, cluster)
+    raise Odd
+    yield
+
+
+async def raises_after_a_chunk(request: Request, cluster: Cluster) -> AsyncIterator[Any]:
+    await reserve(request, cluster)
+    yield GenerationChunk(text="a")
+    raise BaseExceptionGroup("both", [Odd(), ValueError()])
+
+
+async def leaves_like_a_generator(request: Request, cluster: Cluster) -> AsyncIterator[Any]:
+    await reserve(request, cluster)
+    raise GeneratorExit
+    yield
+
+
 async def yields_rubbish(request: Request, cluster: Cluster) -> AsyncIterator[Any]:
     await reserve(request, cluster)
     yield "text"
@@ -89,6 +111,9 @@ async def cancels_itself(request: Request, cluster: Cluster) -> AsyncIterator[An
         (raises_a_bug, "the router program failed"),
         (raises_a_startup_error, "the router program failed"),
         (ends_the_process, "the router program failed"),
+        (raises_something_odd, "the router program failed"),
+        (raises_after_a_chunk, "the router program failed"),
+        (leaves_like_a_generator, "the router program failed"),
         (yields_rubbish, "yielded a str instead of a GenerationChunk"),
         (yields_nothing, "ended without a last chunk"),
         (stops_early, "ended without a last chunk"),
@@ -103,6 +128,8 @@ def test_a_bug_fails_its_own_request(behaviour: Any, message: str, caplog: pytes
             await collect(hosted.dispatcher.generate(generation()))
         assert __file__ not in caught.value.message
         await hosted.settle()
+        (record,) = hosted.dispatcher.ledger.records
+        assert record.outcome == "internal_error"
 
     asyncio.run(scenario())
     (record,) = [record for record in caplog.records if record.levelno >= logging.ERROR]
@@ -295,6 +322,41 @@ def test_a_program_that_will_not_close_is_left(caplog: pytest.LogCaptureFixture)
             await anext(chunks)
         async with asyncio.timeout(2):
             await hosted.settle()
+
+    asyncio.run(scenario())
+
+
+@pytest.mark.parametrize("error", [ValueError, Odd, SystemExit])
+def test_a_clean_up_may_raise_anything(error: type[BaseException], caplog: pytest.LogCaptureFixture) -> None:
+    class FailsToClose(Program):
+        async def route(self, request: Request, cluster: Cluster) -> AsyncIterator[GenerationChunk]:
+            await reserve(request, cluster)
+            try:
+                yield GenerationChunk(text="a")
+            finally:
+                raise error
+
+    async def scenario() -> None:
+        hosted = Hosted(FailsToClose())
+        async with aclosing(hosted.dispatcher.generate(generation())) as chunks:  # type: ignore[type-var]
+            await anext(chunks)
+        await hosted.settle()
+
+    asyncio.run(scenario())
+    assert any("a stream did not close" in message for message in caplog.messages)
+
+
+def test_a_route_that_raises_when_it_is_called_leaves_no_alarm() -> None:
+    class Raises(Program):
+        def route(self, request: Request, cluster: Cluster) -> AsyncIterator[GenerationChunk]:
+            raise ValueError("no generator")
+
+    async def scenario() -> None:
+        hosted = Hosted(Raises())
+        with pytest.raises(InternalError):
+            await collect(hosted.dispatcher.generate(generation()))
+        assert len(hosted.dispatcher._alarms) == 0
+        await hosted.settle()
 
     asyncio.run(scenario())
 
