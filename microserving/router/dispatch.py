@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import AsyncGenerator, Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Protocol
 
 from microserving.errors import InternalError, MicroservingError, NoEngine, Overloaded, ShuttingDown
@@ -27,6 +27,7 @@ from microserving.router.journey import Journey
 from microserving.router.ledger import AttemptRecord, Ledger
 from microserving.router.program_host import ProgramHost
 from microserving.router.retries import RetryBudget, RetrySettings, backoff_s, is_engines_fault
+from microserving.router.watchdog import deadline_exceeded
 from microserving.tokenizer import Tokenizer
 
 _logger = logging.getLogger(__name__)
@@ -141,7 +142,7 @@ class Dispatcher:
         if admission is not None:
             admission.check(request)
             if not admission.try_enter():
-                await admission.enter(current_client.get())
+                request = await self._queue(request, admission)
         if not self._accepting:
             if admission is not None:
                 admission.leave()
@@ -170,7 +171,7 @@ class Dispatcher:
                 finally:
                     self._finish(attempts, failure)
                 if failure is not None:
-                    await self._recover(journey, attempts[0], failure)
+                    await self._recover(journey, attempts, failure)
         except BaseException as caught:
             error = caught
             raise
@@ -178,6 +179,21 @@ class Dispatcher:
             self._arrived(journey, error)
             if admission is not None:
                 admission.leave()
+
+    async def _queue(self, request: GenerationRequest, admission: Admission) -> GenerationRequest:
+        """Wait for admission; the request's time runs meanwhile. Returns it with the time that is left."""
+        timeout_s = self._settings.request_timeout_s if request.timeout_s is None else request.timeout_s
+        if timeout_s is None:
+            await admission.enter(current_client.get())
+            return request
+        loop = asyncio.get_running_loop()
+        deadline = loop.time() + timeout_s
+        try:
+            async with asyncio.timeout_at(deadline):
+                await admission.enter(current_client.get())
+        except TimeoutError:
+            raise deadline_exceeded() from None
+        return replace(request, timeout_s=max(0.0, deadline - loop.time()))
 
     def _set_out(self, request: GenerationRequest) -> Journey:
         record = self.ledger.open(request.request_id, len(request.prompt_token_ids))
@@ -225,25 +241,37 @@ class Dispatcher:
         attempts.sort(key=lambda attempt: attempt is not winner)
         return read.result()
 
-    async def _recover(self, journey: Journey, attempt: Attempt, failure: MicroservingError) -> None:
-        """Returns when the request may be tried again, after a pause. Raises ``failure`` when that must not be."""
-        journey.failed(attempt, failure)
-        if self._on_failure is not None and not isinstance(failure, Overloaded):
-            for engine in attempt.failed:
-                self._on_failure(engine)
+    async def _recover(self, journey: Journey, attempts: list[Attempt], failure: MicroservingError) -> None:
+        """Returns when the request may be tried again, after a pause. Raises ``failure`` when that must not be, and
+        DeadlineExceeded. ``attempts[0]`` ended with ``failure``."""
+        attempt = attempts[0]
+        journey.failed(attempts, failure)
+        self._report_engines(attempts)
         if not self._may_retry(journey, attempt, failure):
             if journey.overload is not None and isinstance(failure, NoEngine):
                 failure = journey.overload
             attempt.report(failure)
             raise failure
+        left_s = journey.remaining_s
         if isinstance(failure, NoEngine):
             journey.looked = True
-            await self._served.refresh()
+            try:
+                async with asyncio.timeout(left_s):
+                    await self._served.refresh()
+            except TimeoutError:
+                raise deadline_exceeded() from None
         else:
             pause_s = backoff_s(self._settings.retries, journey.failures)
-            left_s = journey.remaining_s
             await asyncio.sleep(pause_s if left_s is None else min(pause_s, left_s))
         _logger.info("request %s is tried again: %s", journey.record.request_id, failure.message)
+
+    def _report_engines(self, attempts: list[Attempt]) -> None:
+        if self._on_failure is None:
+            return
+        for attempt in attempts:
+            if attempt.error is not None and not isinstance(attempt.error, Overloaded):
+                for engine in attempt.failed:
+                    self._on_failure(engine)
 
     def _may_retry(self, journey: Journey, attempt: Attempt, failure: MicroservingError) -> bool:
         settings, delivery, record = self._settings.retries, journey.delivery, journey.record
@@ -263,16 +291,18 @@ class Dispatcher:
             self._budget.charge()
             record.resumes += 1
             return True
-        record.retries += 1
         # A new program that is broken fails all that it gets until it is rolled back: no engine is the worse for it.
-        return isinstance(failure, InternalError) or self._budget.withdraw()
+        if not isinstance(failure, InternalError) and not self._budget.withdraw():
+            return False
+        record.retries += 1
+        return True
 
     def _finish(self, attempts: list[Attempt], failure: MicroservingError | None) -> None:
         """Leave nothing behind. In the background: whoever ended the request does not wait for it."""
         for attempt in attempts:
             self._running -= 1
             if failure is not None:
-                attempt.record.error = failure.code or "internal_error"
+                attempt.record.error = (attempt.error or failure).code or "internal_error"
             if attempt.end():
                 self._host.release(attempt.program, attempt.outcome)
                 continue

@@ -6,6 +6,7 @@ Plain state; ``dispatch`` decides.
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Sequence
 from dataclasses import replace
 
 from microserving.errors import InternalError, MicroservingError, NoEngine, Overloaded
@@ -95,15 +96,18 @@ class Journey:
         elif tokens and attempt.role is not None:
             metrics.add_itl(attempt.role, (now - last) / tokens)
 
-    def failed(self, attempt: Attempt, error: MicroservingError) -> None:
-        """``attempt`` ended with ``error``."""
+    def failed(self, attempts: Sequence[Attempt], error: MicroservingError) -> None:
+        """The first one of ``attempts``, which ran beside each other, ended with ``error``; those after it are over, too."""
         self.failures = 1 if self.delivery.tokens > self._tokens_before else self.failures + 1
         self._tokens_before = self.delivery.tokens
-        self.excluded |= attempt.failed
+        before, now = self.excluded, set().union(*(attempt.failed for attempt in attempts))
+        for attempt in attempts:
+            if isinstance(attempt.error, Overloaded):
+                self._full |= attempt.failed
         if isinstance(error, Overloaded):
             self.overload = error
-            self._full |= attempt.failed
-            self.excluded = set(self._full)  # those that failed otherwise may have room
+            before = self._full  # those that failed otherwise before may have room
         elif not isinstance(error, NoEngine):
             self.overload = None
-        self.failed_program = attempt.program if isinstance(error, InternalError) else None
+        self.excluded = before | now
+        self.failed_program = attempts[0].program if isinstance(error, InternalError) else None

@@ -14,6 +14,7 @@ import pytest
 from microserving.errors import DeadlineExceeded, InternalError
 from microserving.program import Cluster, GenerationChunk, Request
 from microserving.program.testing import collect
+from microserving.router.admission import Admission, AdmissionSettings
 
 from .dispatching import Custom, assert_whole, run
 from .faults import FaultyCluster
@@ -135,5 +136,66 @@ def test_a_client_that_leaves_is_no_deadline() -> None:
         await hosted.settle()
         (record,) = hosted.dispatcher.ledger.records
         assert record.outcome == "cancelled"
+
+    run(scenario)
+
+
+@pytest.mark.parametrize("own", [True, False], ids=["its own", "the default"])
+@pytest.mark.case("STR-11")
+def test_the_time_in_the_queue_counts(own: bool) -> None:
+    async def scenario() -> None:
+        admission = Admission(AdmissionSettings(max_in_flight=1, queue_timeout_s=30), list)
+        settings = QUICK if own else replace(QUICK, request_timeout_s=0.05)
+        hosted = Hosted("round_robin", FaultyCluster(), settings, admission=admission)
+        assert admission.try_enter()
+        request = replace(generation(), timeout_s=0.05) if own else generation()
+        with pytest.raises(DeadlineExceeded):
+            await collect(hosted.dispatcher.generate(request))
+        assert (admission.waiting, admission.admitted) == (0, 1)
+        assert not hosted.cluster.calls
+        admission.leave()
+        await hosted.settle()
+
+    run(scenario)
+
+
+def test_what_is_let_in_late_has_the_rest_of_its_time() -> None:
+    seen: list[float] = []
+
+    async def looks(request: Request, cluster: Cluster) -> AsyncIterator[Any]:
+        assert request.deadline is not None
+        seen.append(request.deadline)
+        yield GenerationChunk("!", (1,), "stop")
+
+    async def scenario() -> None:
+        admission = Admission(AdmissionSettings(max_in_flight=1), list)
+        hosted = Hosted(Custom(looks), FaultyCluster(), admission=admission)
+        assert admission.try_enter()
+        loop = asyncio.get_running_loop()
+        came = loop.time()
+        task = asyncio.create_task(collect(hosted.dispatcher.generate(replace(generation(), timeout_s=10.0))))
+        await asyncio.sleep(0.05)
+        before = loop.time()
+        admission.leave()
+        await task
+        assert came + 10.0 <= seen[0] < before + 10.0
+        await hosted.settle()
+
+    run(scenario)
+
+
+def test_looking_for_engines_ends_at_the_deadline() -> None:
+    async def scenario() -> None:
+        hosted = Hosted("round_robin")
+        for engine in hosted.cluster.engines.values():
+            engine.up = False
+
+        async def for_ever() -> None:
+            await asyncio.Event().wait()
+
+        hosted.served.refresh = for_ever  # type: ignore[method-assign]
+        with pytest.raises(DeadlineExceeded):
+            await collect(hosted.dispatcher.generate(replace(generation(), timeout_s=0.05)))
+        await hosted.settle()
 
     run(scenario)

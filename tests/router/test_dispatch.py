@@ -173,6 +173,21 @@ def test_a_sick_cluster_is_not_hammered() -> None:
     run(scenario)
 
 
+def test_a_retry_that_the_budget_refused_is_none() -> None:
+    async def scenario() -> None:
+        retries = RetrySettings(budget_share=0.0, budget_burst=0, backoff_s=0.0)
+        hosted = Hosted("round_robin", FaultyCluster(), replace(QUICK, retries=retries))
+        for engine in hosted.cluster.engines.values():
+            engine.failures["start_generate"] = EngineUnavailable("gone")
+        with pytest.raises(EngineUnavailable):
+            await collect(hosted.dispatcher.generate(generation()))
+        (record,) = hosted.dispatcher.ledger.records
+        assert (record.retries, len(record.attempts)) == (0, 1)
+        await hosted.settle()
+
+    run(scenario)
+
+
 def test_a_full_engine_is_not_asked_twice() -> None:
     """Another one may have room; when none has, the client hears of the first one's Retry-After."""
 

@@ -5,11 +5,13 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator
 from dataclasses import replace
+from functools import partial
+from typing import Any
 
 import pytest
 
-from microserving.errors import EngineUnavailable
-from microserving.program import GenerationChunk, Request
+from microserving.errors import EngineUnavailable, KVExhausted, MicroservingError
+from microserving.program import EngineClient, GenerationChunk, Request
 from microserving.program.testing import FakeEngine, collect
 
 from .dispatching import assert_whole, run
@@ -78,6 +80,58 @@ def test_a_hedge_that_fails_leaves_the_first_attempt_alone() -> None:
             hosted.cluster[name].failures["start_generate"] = EngineUnavailable("gone")
         asyncio.get_running_loop().call_later(0.05, first.go.set)
         assert_whole(await collect(hosted.dispatcher.generate(generation())))
+        await hosted.settle()
+
+    run(scenario)
+
+
+GONE, FULL = EngineUnavailable("gone"), KVExhausted("full")
+
+
+class Pair:
+    """The engines that are asked first and second fail with ``errors``, in the order that ``slow`` (0 or 1, which of them
+    takes longer) says. asked: all engines that were."""
+
+    def __init__(
+        self, hosted: Hosted, errors: tuple[MicroservingError, MicroservingError], slow: int
+    ) -> None:
+        self.asked: list[EngineClient] = []
+        self._errors = errors
+        self._go = asyncio.Event(), asyncio.Event()
+        loop = asyncio.get_running_loop()
+        loop.call_later(0.06, self._go[1 - slow].set)
+        loop.call_later(0.08, self._go[slow].set)
+        for engine in hosted.cluster.engines.values():
+            engine.start_generate = partial(self._play, engine, engine.start_generate)  # type: ignore[method-assign]
+
+    async def _play(
+        self, engine: FakeEngine, generate: Any, request: Request, *, begin: int = 0
+    ) -> AsyncIterator[GenerationChunk]:
+        number = len(self.asked)
+        self.asked.append(engine)
+        if number < 2:
+            await self._go[number].wait()
+            raise self._errors[number]
+        async for chunk in generate(request, begin=begin):
+            yield chunk
+
+
+@pytest.mark.parametrize("errors", [(GONE, GONE), (FULL, FULL), (GONE, FULL), (FULL, GONE)])
+@pytest.mark.parametrize("slow", [0, 1])
+def test_engines_that_failed_either_attempt_are_left_out_of_the_next_one(
+    errors: tuple[MicroservingError, MicroservingError], slow: int
+) -> None:
+    async def scenario() -> None:
+        told: list[EngineClient] = []
+        hosted = Hosted("round_robin", FaultyCluster(prefill=0, decode=3), HEDGED)
+        hosted.dispatcher._on_failure = told.append
+        pair = Pair(hosted, errors, slow)
+        assert_whole(await collect(hosted.dispatcher.generate(generation())))
+        assert len(set(pair.asked)) == len(pair.asked) == 3
+        gone = {engine for engine, error in zip(pair.asked[:2], errors, strict=True) if error is GONE}
+        assert set(told) == gone
+        (record,) = hosted.dispatcher.ledger.records
+        assert [attempt.error for attempt in record.attempts] == [*(error.code for error in errors), None]
         await hosted.settle()
 
     run(scenario)
