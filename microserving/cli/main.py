@@ -23,6 +23,7 @@ COMMANDS = {
     "router": "start a router that runs a program over engines",
     "program": "check router programs, and deploy them to a running cluster",
     "engines": "list, add, remove or change the engines of a running cluster",
+    "requests": "what became of a running cluster's latest requests, and why",
     "bench": "measure servers and patterns, and compare them",
     "model": "fetch, list or show models",
 }

@@ -7,11 +7,12 @@ from collections.abc import Callable, Coroutine
 from typing import Any
 
 from fastapi import APIRouter
+from fastapi.exceptions import RequestValidationError
 from fastapi.routing import APIRoute
 from starlette.requests import Request
 from starlette.responses import Response
 
-from microserving.errors import MicroservingError, error_body, http_status
+from microserving.errors import InvalidRequest, MicroservingError, error_body, http_status
 from microserving.front.exchange import client_error, client_id, error_headers, plain_error
 from microserving.front.openapi import ERROR_STATUSES
 from microserving.observability import request_id_scope
@@ -29,6 +30,8 @@ class ControlRoute(APIRoute):
             with request_id_scope(request_id):
                 try:
                     response = await handle(request)
+                except RequestValidationError as error:
+                    response = error_response(_wrong_parameter(error))
                 except Exception as error:  # noqa: BLE001 - the wall between our bugs and the client
                     response = error_response(client_error(error))
             response.headers["x-request-id"] = (
@@ -37,6 +40,13 @@ class ControlRoute(APIRoute):
             return response
 
         return answer
+
+
+def _wrong_parameter(error: RequestValidationError) -> InvalidRequest:
+    """Of the path or the query: bodies are read by handlers."""
+    first = error.errors()[0]
+    name = str(first["loc"][-1])
+    return InvalidRequest(f"{name}: {first['msg']}", param=name)
 
 
 def control_router() -> APIRouter:

@@ -24,6 +24,7 @@ from microserving.router.admin import ProgramAdmin, create_admin_app
 from microserving.router.admin_access import read_key
 from microserving.router.admin_engines import EngineAdmin
 from microserving.router.admin_listener import admin_served
+from microserving.router.admin_requests import RequestAdmin
 from microserving.router.admission import Admission, AdmissionSettings
 from microserving.router.circuit import CircuitSettings
 from microserving.router.config import RouterConfig
@@ -103,7 +104,9 @@ class Router:
             check_ready=Readiness(self._host, self._registry.cluster, self._deployer).check,
         )
         self.admin_app: FastAPI = create_admin_app(
-            ProgramAdmin(self._host, self._deployer).router(), EngineAdmin(self._registry).router()
+            ProgramAdmin(self._host, self._deployer).router(),
+            EngineAdmin(self._registry).router(),
+            RequestAdmin(self._dispatcher.ledger).router(),
         )
 
     async def start(self) -> None:

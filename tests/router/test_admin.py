@@ -189,10 +189,11 @@ def test_engines_come_change_and_go() -> None:
             await admin.refusal("POST", "/admin/engines/decode-7/drain"),
             await admin.refusal("PATCH", "/admin/engines/decode-7", json={"role": "decode"}),
             await admin.refusal("PATCH", "/admin/engines/decode-0", json={}),
+            await admin.refusal("DELETE", "/admin/engines/decode-0?drain=perhaps"),
         ]
         assert [status for status, _ in refusals] == [400] * len(refusals)
         params = [error["param"] for _, error in refusals]
-        assert params == ["url", "url", "role", "engine", "engine", "engine", "role"]
+        assert params == ["url", "url", "role", "engine", "engine", "engine", "role", "drain"]
 
     with_admin(scenario)
 
