@@ -54,9 +54,9 @@ BAD: dict[str, tuple[FindingKind, str, str]] = {
         "the task KeepsATask._tick at keeps_a_task.py:17 still runs",
         "without any fault",
     ),
-    "reserves_in_background": (
+    "reserves_while_closed": (
         "cancel",
-        "still asks for prep_recv when its client has left (line 20)",
+        "still asks for prep_recv when its client has left (line 18)",
         "leaves",
     ),
     "goes_round_the_host": (
