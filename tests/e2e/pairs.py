@@ -210,12 +210,16 @@ def router_command(proxies: dict[str, FaultProxy]) -> list[str]:
     ]
 
 
-def wait_writing(proxies: list[FaultProxy]) -> FaultProxy:
-    """The first of them whose engine is being written to."""
+def wait_receiving(proxies: list[FaultProxy], *, done_too: bool = False) -> FaultProxy:
+    """The first of them whose engine is being written to. done_too: or is about to be, or has been."""
+    states = ("issued", "writing", "arrived") if done_too else ("writing",)
     found: list[FaultProxy] = []
 
     def looked() -> bool:
-        found.extend(proxy for proxy in proxies if load(proxy.engine)["leases"]["writing"])
+        for proxy in proxies:
+            leases = load(proxy.engine)["leases"]
+            if any(leases[state] for state in states):
+                found.append(proxy)
         return bool(found)
 
     wait_until(looked, 10, "a transfer")
