@@ -116,8 +116,9 @@ class LoadSnapshot:
 
     cached_pages: ``pinned`` (in use, too) plus ``evictable`` (at once). running, waiting: sequences (generations and
     sends). reserved: live leases; leases: their state (``issued``, ``writing``, ``arrived``) -> number.
-    queued_prefill_tokens: still to be computed, without what the cache was seen to have. prefill_tokens_per_s and
-    decode_step_ms: moving averages over the last steps, 0.0 while there were none.
+    queued_prefill_tokens: still to be computed, without what the cache was seen to have. prefill_tokens_per_s (without the
+    time of decodes beside them) and decode_step_ms (of a step with decodes, whatever is beside them): moving averages over
+    the last steps, 0.0 while there were none.
     """
 
     running: int

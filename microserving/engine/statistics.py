@@ -18,6 +18,10 @@ EWMA_WEIGHT = 0.25
 _TELLING_TOKENS = 16
 """A step with fewer prompt tokens says nothing of the prefill rate: it takes as long as a decode (a decode engine behind
 a prefill engine computes the last token of every prompt)."""
+_TELLING_BESIDE_DECODES = 4
+"""The same for those that a step has beside decodes, whose time is taken off."""
+_LEAST_SHARE = 0.25
+"""Of a step with decodes: its prompt tokens count for no less of its time, however long decodes alone took last."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,6 +46,7 @@ class Statistics:
         self.finished = dict.fromkeys(("stop", "length", "preempt", "sent", "abort", "deadline", "error"), 0)
         self.prefill_tokens_per_s = 0.0
         self.decode_step_ms = 0.0
+        self._decodes_alone_s = 0.0
         self._steps = {kind: Histogram(STEP_BUCKETS) for kind in ("decode", "prefill", "mixed")}
         self._ttft = Histogram(TTFT_BUCKETS)
         self._itl = Histogram(STEP_BUCKETS)
@@ -55,8 +60,12 @@ class Statistics:
             self.recomputed_tokens += max(0, min(end, sequence.computed_before) - chunk.start)
             prefilled += 0 if chunk.decode else chunk.length
             decodes = decodes or chunk.decode
-        if prefilled >= _TELLING_TOKENS or (prefilled and not self.prefill_tokens_per_s):
-            self.prefill_tokens_per_s = _average(self.prefill_tokens_per_s, prefilled / max(seconds, 1e-9))
+        beside_s = self._decodes_alone_s if decodes else 0.0
+        if prefilled >= (_TELLING_BESIDE_DECODES if beside_s else _TELLING_TOKENS):
+            spent = max(seconds - beside_s, _LEAST_SHARE * seconds)
+            self.prefill_tokens_per_s = _average(self.prefill_tokens_per_s, prefilled / max(spent, 1e-9))
+        if decodes and not prefilled:
+            self._decodes_alone_s = _average(self._decodes_alone_s, seconds)
         if decodes:
             self.decode_step_ms = _average(self.decode_step_ms, seconds * 1e3)
         if prefilled or decodes:
