@@ -14,21 +14,10 @@ from microserving.errors import EngineUnavailable, InternalError, Preempted, Pro
 from microserving.program import Cluster, GenerationChunk, Program, Request
 from microserving.program.testing import collect
 
+from .dispatching import Custom
 from .hosting import Hosted, generation
 
 LAST = GenerationChunk(text="!", finish_reason="stop")
-
-
-class Bad(Program):
-    """``route`` is the function that the test gives."""
-
-    def __init__(self, behaviour: Callable[[Request, Cluster], AsyncIterator[Any]]) -> None:
-        super().__init__()
-        self._behaviour = behaviour
-
-    async def route(self, request: Request, cluster: Cluster) -> AsyncIterator[GenerationChunk]:
-        async for chunk in self._behaviour(request, cluster):
-            yield chunk
 
 
 async def reserve(request: Request, cluster: Cluster) -> None:
@@ -123,7 +112,7 @@ async def cancels_itself(request: Request, cluster: Cluster) -> AsyncIterator[An
 )
 def test_a_bug_fails_its_own_request(behaviour: Any, message: str, caplog: pytest.LogCaptureFixture) -> None:
     async def scenario() -> None:
-        hosted = Hosted(Bad(behaviour))
+        hosted = Hosted(Custom(behaviour))
         with pytest.raises(InternalError, match=message) as caught:
             await collect(hosted.dispatcher.generate(generation()))
         assert __file__ not in caught.value.message
@@ -162,7 +151,7 @@ def test_preempt_never_passes() -> None:
         yield GenerationChunk(text="", finish_reason="preempt")
 
     async def scenario() -> None:
-        hosted = Hosted(Bad(gives_back))
+        hosted = Hosted(Custom(gives_back))
         with pytest.raises(Preempted):
             await collect(hosted.dispatcher.generate(generation()))
 
@@ -188,7 +177,7 @@ async def generates_elsewhere(request: Request, cluster: Cluster) -> AsyncIterat
 @pytest.mark.parametrize("behaviour", [leaves_streams_open, generates_elsewhere])
 def test_what_a_program_forgets_is_freed(behaviour: Any) -> None:
     async def scenario() -> None:
-        hosted = Hosted(Bad(behaviour))
+        hosted = Hosted(Custom(behaviour))
         assert (await collect(hosted.dispatcher.generate(generation())))[-1].finish_reason == "stop"
         await hosted.settle()
 
@@ -214,7 +203,7 @@ def test_streams_that_a_program_leaves_are_closed(monkeypatch: pytest.MonkeyPatc
         yield LAST
 
     async def scenario() -> None:
-        hosted = Hosted(Bad(keeps))
+        hosted = Hosted(Custom(keeps))
         monkeypatch.setattr(hosted.cluster["decode-0"], "start_generate", endless)
         assert (await collect(hosted.dispatcher.generate(generation())))[-1] == LAST
         await hosted.settle()
@@ -242,7 +231,7 @@ def test_in_flight_counts_from_reservation_to_end() -> None:
         await collect(hosted.dispatcher.generate(generation()))
         await hosted.settle()
 
-    hosted = Hosted(Bad(watches))
+    hosted = Hosted(Custom(watches))
     asyncio.run(scenario())
     assert seen == [0, 1, 1, 1, 1, 0]
 
@@ -255,7 +244,7 @@ def test_an_abort_by_the_program_is_not_repeated() -> None:
         yield LAST
 
     async def scenario() -> None:
-        hosted = Hosted(Bad(aborts))
+        hosted = Hosted(Custom(aborts))
         await collect(hosted.dispatcher.generate(generation()))
         await hosted.settle()
         assert hosted.cluster.calls == [("decode-0", "prep_recv"), ("decode-0", "abort")]
@@ -317,7 +306,7 @@ def test_a_program_that_will_not_close_is_left(caplog: pytest.LogCaptureFixture)
             await asyncio.Event().wait()
 
     async def scenario() -> None:
-        hosted = Hosted(Bad(clings))
+        hosted = Hosted(Custom(clings))
         async with aclosing(hosted.dispatcher.generate(generation())) as chunks:  # type: ignore[type-var]
             await anext(chunks)
         async with asyncio.timeout(2):
