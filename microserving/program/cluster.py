@@ -4,22 +4,23 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Awaitable, Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import get_args
 
 from microserving.errors import ConfigError, MicroservingError, NoEngine
 from microserving.policies import (
+    MAX_OUTPUT_TOKENS,
     NEED_REQUEST,
     NOMINAL_OUTPUT_TOKENS,
     POLICIES,
-    EngineLoad,
     PrefixIndex,
     Situation,
     balanced_end,
-    decoding_s,
+    is_mostly_cached,
 )
+from microserving.program.backlog import Backlog
 from microserving.program.engine_client import EngineClient, EngineRole
 from microserving.program.metrics import ClusterMetrics
 from microserving.program.request import Request
@@ -36,46 +37,6 @@ SetRole = Callable[[str, EngineRole], Awaitable[None]]
 _RETRY_AFTER_S = 1.0
 _ASK_S = 0.5
 """How long ``prefix_aware_exact`` waits for an engine's answer; of a slower one the index is believed."""
-
-
-_ARRIVALS = 20
-"""The last prompts of an engine, which tell how often it gets one."""
-_FEW_ARRIVALS = 4
-
-
-class Backlog:
-    """Prompt tokens that each engine has still to compute: what it told last, what was sent its way since, and less what
-    it computes meanwhile at the rate that it told. So a burst between two looks at the load is spread. And how often each
-    gets a prompt.
-
-    clock: seconds, monotonic.
-    """
-
-    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
-        self._clock = clock
-        self._known: dict[str, tuple[EngineLoad, float, float]] = {}  # load, tokens, when that was
-        self._arrivals: dict[str, deque[float]] = {}
-
-    def add(self, engine: EngineClient, tokens: int) -> None:
-        self._known[engine.id] = (engine.load, self.tokens(engine) + tokens, self._clock())
-
-    def tokens(self, engine: EngineClient) -> float:
-        load, tokens, since = self._known.get(engine.id, (None, 0.0, 0.0))
-        if load is not engine.load:
-            return engine.load.queued_prefill_tokens
-        return max(0.0, tokens - load.prefill_tokens_per_s * (self._clock() - since))
-
-    def arrived(self, engine: EngineClient) -> float:
-        """A prompt has come for ``engine``: prompts a second of late, 0.0 while they are few."""
-        times = self._arrivals.setdefault(engine.id, deque(maxlen=_ARRIVALS))
-        times.append(self._clock())
-        seconds = times[-1] - times[0]
-        return (len(times) - 1) / seconds if len(times) >= _FEW_ARRIVALS and seconds > 0.0 else 0.0
-
-    def forget(self, engine_id: str) -> None:
-        """The engine is gone."""
-        self._known.pop(engine_id, None)
-        self._arrivals.pop(engine_id, None)
 
 
 @dataclass(slots=True)
@@ -269,24 +230,17 @@ class Cluster:
         """Where to split the prompt so that requests take the least time, as far as is known now:
         ``microserving.policies.balanced_end``. What it gives each of the two counts as sent there.
 
-        matched: leading prompt tokens that ``decode`` has cached. The request itself counts among those on both, as it
-        does once a policy chose them for it.
+        matched: leading prompt tokens that ``decode`` has cached.
         """
-        backlog, output = self._backlog, request.stop.max_tokens or NOMINAL_OUTPUT_TOKENS
-        others = max(0, decode.in_flight - 1)
-        prompts = max(0, sum(engine.in_flight for engine in self.prefill) - 1)
-        end = balanced_end(
-            request.prompt_length,
-            matched,
-            prefill.load,
-            decode.load,
-            queued=(backlog.tokens(prefill), backlog.tokens(decode)),
-            decoding=decoding_s(decode.load, others, output),
-            outputs=max(0.0, others - prompts / max(1, len(self.decode))),
-            coming=backlog.arrived(prefill),
-        )
+        backlog, length = self._backlog, request.prompt_length
+        matched = min(matched, length)
+        output = min(request.stop.max_tokens or NOMINAL_OUTPUT_TOKENS, MAX_OUTPUT_TOKENS)
+        backlog.arrived(decode, length - matched, output)
+        if not is_mostly_cached(length, matched):
+            backlog.arrived(prefill, length - matched, output)
+        end = balanced_end(length, matched, prefill.load, decode.load, *backlog.demand(prefill, decode))
         backlog.add(prefill, max(0, end - matched))
-        backlog.add(decode, request.prompt_length - max(end, min(matched, request.prompt_length)))
+        backlog.add(decode, length - max(end, matched))
         return end
 
     def forget(self, engine_id: str) -> None:

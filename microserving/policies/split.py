@@ -1,0 +1,111 @@
+"""Where to split a prompt between a prefill and a decode engine: what ``auto`` chooses.
+
+A share of each prompt is moved to the decode engine, and the same share of all: what counts is not what the queues are at
+this moment, since they are others when the decode engine comes to its part, but what the engines have to do in the mean.
+So the two are seen as queues, and the share is the one at which a request takes the least time in the mean, from its
+arrival to its last token. Seconds throughout.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from microserving.policies.base import EngineLoad
+from microserving.policies.demand import Demand
+
+MOSTLY_CACHED = 0.9
+"""From this share of a prompt on, handing the rest over to another engine costs more than it saves."""
+SHARES = 40
+"""How many shares above 0 are tried."""
+HORIZON = 500
+"""So many requests are looked ahead: a queue that grows without end is as long as it is then."""
+STRETCH = 2.5
+"""Prompt tokens make a step with outputs so many times longer (an engine's default ``max_itl_ratio``)."""
+NO_MATTER = 0.01
+"""Of the least mean time: what a smaller share may cost, as it leaves the outputs on the decode engine alone."""
+
+
+def is_mostly_cached(tokens: int, matched: int) -> bool:
+    """So that the prefill engine is not worth its while."""
+    return matched >= MOSTLY_CACHED * tokens
+
+
+def balanced_end(
+    tokens: int,
+    matched: int,
+    prefill: EngineLoad,
+    decode: EngineLoad,
+    for_prefill: Demand,
+    for_decode: Demand,
+) -> int:
+    """Where to split a prompt so that requests take the least time in the mean (``mean_s``).
+
+    tokens: the prompt's length, >= 1. matched: how many leading ones the decode engine has cached. for_prefill, for_decode:
+    what comes for them, this prompt included.
+
+    A prefill rate that is not known counts as the other one; with neither the prefill engine takes all it can.
+    Returns: end, in [0, tokens - 1], and never below ``matched`` but for the last token. ``end <= matched``: the prefill
+    engine is not needed; also when most of the prompt is cached (``MOSTLY_CACHED``).
+    """
+    last = tokens - 1
+    matched = min(matched, last)
+    if is_mostly_cached(tokens, matched):
+        return matched
+    p, d = prefill.prefill_tokens_per_s, decode.prefill_tokens_per_s
+    if not p and not d:
+        return last
+    pair = Pair(p or d, d or p, decode.decode_step_ms / 1000, for_prefill, for_decode)
+    times = [mean_s(pair, step / SHARES) for step in range(SHARES + 1)]
+    most = (1.0 + NO_MATTER) * min(times)
+    share = next(step for step, time in enumerate(times) if time <= most) / SHARES
+    return min(last, tokens - round(share * (tokens - matched)))
+
+
+@dataclass(frozen=True, slots=True)
+class Pair:
+    """Prefill rates in tokens/s, > 0; a step of the decode engine's outputs in seconds; what came for the two."""
+
+    prefill_rate: float
+    decode_rate: float
+    step_s: float
+    prefill: Demand
+    decode: Demand
+
+
+def mean_s(pair: Pair, share: float) -> float:
+    """The mean time of a request when the decode engine computes this share of every prompt.
+
+    The prefill engine's queue and its part ``s = (1 - share) * tokens / prefill_rate``; the decode engine's queue and its
+    part, which takes ``1 + b / (STRETCH - 1)`` times longer than alone, as outputs run beside it for the share ``b`` of the
+    time; and the output, which the others' parts make ``1 / (1 - u)`` times longer, at most STRETCH times, with ``u`` the
+    decode engine's use by them. Behind a prefill engine with too much to do, they come no faster than it lets them.
+    """
+    first, second = pair.prefill, pair.decode
+    part_s = (1.0 - share) * first.tokens / pair.prefill_rate
+    moved_s = share * second.tokens / pair.decode_rate
+    coming = second.rate / max(1.0, first.rate * part_s)
+    use = coming * moved_s
+    longer = min(STRETCH, 1.0 / (1.0 - use)) if use < 1.0 else STRETCH
+    output_s = second.output_tokens * pair.step_s * longer
+    beside = min(1.0, coming * output_s)
+    moved_s *= 1.0 + beside / (STRETCH - 1.0)
+    queues = wait_s(first.rate, part_s, first.variation) + wait_s(coming, moved_s, second.variation)
+    return queues + part_s + moved_s + output_s
+
+
+def wait_s(rate: float, service_s: float, variation: float) -> float:
+    """The mean wait in a queue with Poisson arrivals, ``rate`` a second, over the next HORIZON of them.
+
+    Of Pollaczek and Khinchine while the server's use is well below 1, half of what the queue has grown to where it is
+    above, and smooth between: the coordinate transformation of Kimber and Hollis (1979), as in Akcelik's delay formula.
+    """
+    if rate <= 0.0:
+        return 0.0
+    horizon_s = HORIZON / rate
+    above, k = rate * service_s - 1.0, (1.0 + variation) / 2.0
+    return (
+        horizon_s
+        / 4.0
+        * (above + math.sqrt(above * above + 8.0 * k * rate * service_s * service_s / horizon_s))
+    )

@@ -1,0 +1,147 @@
+"""The split of a prompt between two engines: worked out by hand, and against the textbook's queues."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from microserving.policies import Arrivals, Demand, EngineLoad, balanced_end
+from microserving.policies.split import HORIZON, STRETCH, Pair, mean_s, wait_s
+
+rates = st.floats(10, 5000)
+demands = st.builds(
+    Demand,
+    rate=st.floats(0, 50),
+    tokens=st.floats(1, 5000),
+    variation=st.floats(0, 4),
+    output_tokens=st.floats(0, 256),
+)
+
+
+def engine(rate: float = 0.0, step_ms: float = 0.0) -> EngineLoad:
+    return EngineLoad(prefill_tokens_per_s=rate, decode_step_ms=step_ms)
+
+
+def test_the_wait_is_that_of_the_textbook() -> None:
+    """Pollaczek and Khinchine's rho s (1 + variation) / (2 (1 - rho)): half of a 1 s service at half use is 0.5 s."""
+    assert wait_s(0.0, 1.0, 0.0) == 0.0
+    assert wait_s(0.5, 1.0, 0.0) == pytest.approx(0.5, rel=0.01)
+    assert wait_s(0.5, 1.0, 1.0) == pytest.approx(1.0, rel=0.02)
+    assert wait_s(0.05, 10.0, 0.0) == pytest.approx(5.0, rel=0.01)
+    # One a second of 1.5 s each: the queue grows by half a second a second, in the mean over the 500 s it is half of 250.
+    assert wait_s(1.0, 1.5, 0.0) == pytest.approx(0.5 * HORIZON / 2, rel=0.05)
+
+
+def test_the_time_of_a_request() -> None:
+    """Nobody else: 800 tokens at 400/s, 200 at 100/s, 10 steps of 50 ms."""
+    one = Demand(tokens=1000, output_tokens=10)
+    assert mean_s(Pair(400, 100, 0.05, one, one), 0.2) == pytest.approx(2.0 + 2.0 + 0.5)
+    assert mean_s(Pair(400, 100, 0.05, one, one), 0.0) == pytest.approx(2.5 + 0.5)
+
+
+def test_others_on_the_decode_engine() -> None:
+    """Half a request a second at the decode engine alone: its use is 0.5 * 0.5 s = 1/4, an output of 0.3 s takes 4/3 as
+    long, 0.4 s; so outputs run for 0.2 of the time, and the part takes 1 + 0.2 / 1.5 times 0.5 s."""
+    here, there = Demand(tokens=1000, output_tokens=10), Demand(0.5, 1000, output_tokens=10)
+    part = 0.5 * (1 + 0.2 / (STRETCH - 1))
+    expected = 2.0 + part + wait_s(0.5, part, 0.0) + 0.4
+    assert mean_s(Pair(400, 400, 0.03, here, there), 0.2) == pytest.approx(expected)
+
+
+@pytest.mark.parametrize(
+    ("tokens", "matched", "prefill", "decode", "end"),
+    [
+        pytest.param(1000, 900, engine(100), engine(100), 900, id="most is cached"),
+        pytest.param(1000, 1000, engine(100), engine(100), 999, id="all is cached"),
+        pytest.param(1000, 0, engine(), engine(), 999, id="nothing was measured yet"),
+        pytest.param(1000, 0, engine(100), engine(), 999, id="one rate is known"),
+        pytest.param(1000, 0, engine(), engine(100), 999, id="the other one is known"),
+        pytest.param(1000, 0, engine(100), engine(50), 999, id="nobody waits"),
+        pytest.param(1000, 200, engine(100), engine(50), 999, id="that, and some is cached"),
+        pytest.param(
+            1000, 0, engine(100), engine(100.5), 999, id="a decode engine that is no faster to speak of"
+        ),
+        pytest.param(1000, 0, engine(100), engine(300), 0, id="one that is"),
+        pytest.param(1000, 100, engine(100), engine(300), 100, id="that, and some is cached there"),
+        pytest.param(1, 0, engine(100), engine(100), 0, id="one token"),
+        pytest.param(2, 0, engine(100), engine(100), 1, id="two tokens"),
+    ],
+)
+def test_a_prompt_alone(tokens: int, matched: int, prefill: EngineLoad, decode: EngineLoad, end: int) -> None:
+    alone = Demand(tokens=max(0, tokens - matched), output_tokens=10)
+    assert balanced_end(tokens, matched, prefill, decode, alone, alone) == end
+
+
+def test_more_is_moved_the_more_requests_come() -> None:
+    """Up to where both engines are as busy: without outputs, 1 / (1 + 100 / 50) of a prompt is the decode engine's part."""
+    ends = []
+    for rate in (0.01, 0.05, 0.08, 0.1, 0.15, 1.0, 100.0):
+        came = Demand(rate, 1000)
+        ends.append(balanced_end(1000, 0, engine(100), engine(50), came, came))
+    assert ends[0] == 999
+    assert ends == sorted(ends, reverse=True)
+    assert ends[2] < 900
+    assert ends[-1] == pytest.approx(667, abs=25)
+
+
+def test_outputs_and_other_prompts_keep_it_on_the_prefill_engine() -> None:
+    def end(step_ms: float, on_decode: float = 0.09) -> int:
+        came, there = Demand(0.09, 1000, output_tokens=200), Demand(on_decode, 1000, output_tokens=200)
+        return balanced_end(1000, 0, engine(100), engine(100, step_ms), came, there)
+
+    assert end(0.0) < end(20.0) < 950
+    assert end(20.0) < end(20.0, on_decode=0.5)
+
+
+@given(st.integers(1, 600), st.integers(0, 700), rates, rates, st.floats(0, 1000), demands, demands)
+def test_every_split_is_a_legal_one(
+    tokens: int, matched: int, p: float, d: float, step_ms: float, first: Demand, second: Demand
+) -> None:
+    end = balanced_end(tokens, matched, engine(p), engine(d, step_ms), first, second)
+    assert 0 <= end <= tokens - 1
+    assert end >= min(matched, tokens - 1)
+
+
+def test_what_came_of_late() -> None:
+    arrivals = Arrivals()
+    assert arrivals.demand(0.0, 100.0, 0.0) == Demand()
+    for at in (0.0, 1.0, 4.0):
+        arrivals.add(at, 100 if at else 400, 10)
+    few = arrivals.demand(4.0, 100.0, 0.0)
+    assert (few.rate, few.tokens, few.output_tokens) == (0.0, 200.0, 10.0)
+    assert few.variation == pytest.approx((200**2 + 2 * 100**2) / 3 / 200**2)
+    arrivals.add(6.0, 200, 20)
+    four = arrivals.demand(6.0, 100.0, 0.0)
+    assert (four.rate, four.tokens, four.output_tokens) == (0.5, 200.0, 12.5)
+    assert arrivals.demand(6.0, 100.0, 600.0).rate == 1.0, "three more of 200 tokens wait"
+
+
+def test_what_came_long_ago_says_nothing_of_a_burst() -> None:
+    arrivals = Arrivals()
+    for _ in range(40):
+        arrivals.add(0.0, 100, 10)
+    assert arrivals.demand(31.0, 0.0, 0.0).rate == pytest.approx(1.0), "32 of 1 s each"
+    assert arrivals.demand(31.0, 100.0, 0.0).rate == pytest.approx(1.0)
+    for at in (3600.0, 3601.0, 3602.0, 3603.0):
+        arrivals.add(at, 100, 10)
+    assert arrivals.demand(3603.0, 100.0, 0.0).rate == 1.0
+
+
+def test_the_rate_of_poisson_arrivals() -> None:
+    arrivals, draw, now, told = Arrivals(), random.Random(0), 0.0, []
+    for number in range(3000):
+        now += draw.expovariate(2.0)
+        arrivals.add(now, 100, 10)
+        if number > 40:
+            told.append(arrivals.demand(now, 50.0, 0.0).rate)
+    assert sum(told) / len(told) == pytest.approx(2.0, rel=0.1)
+
+
+def test_many_at_once_come_at_no_infinite_rate() -> None:
+    arrivals = Arrivals()
+    for _ in range(10):
+        arrivals.add(5.0, 100, 10)
+    assert arrivals.demand(5.0, 100.0, 1000.0).rate == pytest.approx(19 / 1e-3)
