@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from microserving.bench.workloads import TraceEntry
 
 _ENDED_EARLY = 130
+_REQUESTS = 60
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -106,8 +107,12 @@ def _check(options: argparse.Namespace) -> None:
         error("--rate and --concurrency exclude each other")
     if not (options.rate or options.concurrency or options.trace):
         error("how much? give --rate or --concurrency")
-    if options.warmup is not None and options.warmup < 0:
-        error("--warmup is 0 or more")
+    if options.constant and not options.rate:
+        error("--constant is for --rate")
+    if options.trace_ms and not options.trace:
+        error("--trace-ms is for --trace")
+    if options.speed and (not options.trace or options.rate or options.concurrency):
+        error("--speed is for the times of --trace, without --rate or --concurrency")
     if options.extra_body.get("stream", True) is not True or options.extra_body.get("n", 1) != 1:
         error("--extra-body: a request is one streamed answer")
     if options.svg and not options.rate:
@@ -161,22 +166,31 @@ def _loads(options: argparse.Namespace, entries: list[TraceEntry]) -> list[Arriv
         return [Closed(clients) for clients in options.concurrency]
     if options.rate:
         return [Constant(r) if options.constant else Poisson(r, options.seed) for r in options.rate]
-    return [Replay(offsets(entries), options.speed)]
+    return [Replay(offsets(entries), options.speed or 1.0)]
 
 
 def _settings(options: argparse.Namespace, trace_length: int) -> ExperimentSettings:
     from microserving.bench.experiment import ExperimentSettings
     from microserving.bench.load import LoadSettings
-    from microserving.errors import ConfigError
 
-    warmup = options.warmup
-    if warmup is None:
-        warmup = 0 if trace_length else options.requests // 6
-    requests = trace_length - warmup if trace_length else options.requests
-    if requests < 1:
-        raise ConfigError(f"--warmup {warmup} leaves nothing to count of the trace's {trace_length} requests")
+    requests, warmup = _counted(options, trace_length)
     load = LoadSettings(requests, warmup, options.keep_load, options.max_concurrency)
     return ExperimentSettings(load, options.slo, options.max_run)
+
+
+def _counted(options: argparse.Namespace, trace_length: int) -> tuple[int, int]:
+    """Requests that count, and those before them."""
+    from microserving.errors import ConfigError
+
+    if not trace_length:
+        requests = options.requests or _REQUESTS
+        return requests, requests // 6 if options.warmup is None else options.warmup
+    warmup = options.warmup or 0
+    requests = options.requests or trace_length - warmup
+    if not 1 <= requests <= trace_length - warmup:
+        wanted = options.requests or "some"
+        raise ConfigError(f"{wanted} requests after a --warmup of {warmup}: the trace has {trace_length}")
+    return requests, warmup
 
 
 def _token_counter(model: str | None) -> Callable[[str], int] | None:

@@ -78,7 +78,11 @@ def add_workload_flags(group: argparse._ArgumentGroup) -> None:
         help="mean seconds between turns (default: 0)",
     )
     group.add_argument(
-        "--system-tokens", type=int, default=0, metavar="N", help="of a chat's system message (default: none)"
+        "--system-tokens",
+        type=_none_or_more,
+        default=0,
+        metavar="N",
+        help="of a chat's system message (default: none)",
     )
     group.add_argument(
         "--phase", type=_parsed("workloads", "Phase"), action="append", default=[], metavar="IN/OUTxN",
@@ -89,12 +93,12 @@ def add_workload_flags(group: argparse._ArgumentGroup) -> None:
         help="JSONL: timestamp, output_tokens, and prompt, messages or input_tokens",
     )  # fmt: skip
     group.add_argument("--trace-ms", action="store_true", help="its timestamps are milliseconds, not seconds")
-    group.add_argument("--speed", type=_positive, default=1.0, metavar="X", help="replay it X times as fast")
+    group.add_argument("--speed", type=_positive, metavar="X", help="replay it X times as fast")
     group.add_argument(
         "--endpoint", choices=("completions", "chat"), default="completions", help="default: completions"
     )
-    group.add_argument("--temperature", type=float, default=0.6, metavar="X", help="default: 0.6")
-    group.add_argument("--top-p", type=float, default=0.9, metavar="X", help="default: 0.9")
+    group.add_argument("--temperature", type=_not_negative, default=0.6, metavar="X", help="default: 0.6")
+    group.add_argument("--top-p", type=_share, default=0.9, metavar="X", help="default: 0.9")
     group.add_argument(
         "--ignore-eos", action=argparse.BooleanOptionalAction, default=True,
         help="answers have the full length (default; not every server has that field)",
@@ -120,11 +124,14 @@ def add_load_flags(group: argparse._ArgumentGroup) -> None:
         help="instead of --rate: so many clients, each sending when its last answer has ended",
     )  # fmt: skip
     group.add_argument(
-        "--requests", type=_count, default=60, metavar="N",
-        help="counted requests of a run (chat: conversations; default: %(default)s)",
+        "--requests", type=_count, metavar="N",
+        help="counted requests of a run (chat: conversations; default: 60, of a trace all)",
     )  # fmt: skip
     group.add_argument(
-        "--warmup", type=int, metavar="N", help="requests before them (default: a sixth; of a trace none)"
+        "--warmup",
+        type=_none_or_more,
+        metavar="N",
+        help="requests before them (default: a sixth; of a trace none)",
     )
     group.add_argument(
         "--keep-load", action=argparse.BooleanOptionalAction, default=True,
@@ -187,6 +194,19 @@ def _not_negative(text: str) -> float:
     if not 0 <= value < float("inf"):
         raise argparse.ArgumentTypeError(f"{text!r} is not a number, 0 or more")
     return value
+
+
+def _share(text: str) -> float:
+    value = _not_negative(text)
+    if value > 1:
+        raise argparse.ArgumentTypeError(f"{text} is above 1")
+    return value
+
+
+def _none_or_more(text: str) -> int:
+    if not text.isascii() or not text.isdigit():
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number, 0 or more")
+    return int(text)
 
 
 def _count(text: str) -> int:

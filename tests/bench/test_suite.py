@@ -220,19 +220,25 @@ def trace(folder: Path) -> list[str]:
     return ["--workload", "trace", "--trace", str(folder / "t.jsonl")]
 
 
-def test_a_report_says_how_much_of_a_trace_counted(server: Background, tmp_path: Path) -> None:
-    out = ["--json", str(tmp_path / "a.json")]
-    assert cli.main(["bench", "--base-url", server.url, *trace(tmp_path), "--warmup", "2", *out]) == 0
+@pytest.mark.parametrize(("more", "counted"), [([], 3), (["--requests", "2", "--no-keep-load"], 2)])
+def test_a_report_says_how_much_of_a_trace_counted(
+    server: Background, tmp_path: Path, more: list[str], counted: int
+) -> None:
+    more = [*more, "--json", str(tmp_path / "a.json")]
+    assert cli.main(["bench", "--base-url", server.url, *trace(tmp_path), "--warmup", "2", *more]) == 0
     data = json.loads((tmp_path / "a.json").read_text())
-    assert (data["sessions"], data["warmup"]) == (3, 2)
-    assert (data["runs"][0]["summary"]["requests"], len(data["runs"][0]["requests"])) == (3, 5)
+    assert (data["sessions"], data["warmup"]) == (counted, 2)
+    run = data["runs"][0]
+    assert (run["summary"]["requests"], len(run["requests"])) == (counted, 2 + counted)
 
 
 def test_nothing_that_counts_is_no_success(
     server: Background, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert cli.main(["bench", "--base-url", server.url, *trace(tmp_path), "--warmup", "5"]) == 1
-    assert "--warmup 5 leaves nothing to count of the trace's 5 requests" in capsys.readouterr().err
+    assert "some requests after a --warmup of 5: the trace has 5" in capsys.readouterr().err
+    assert cli.main(["bench", "--base-url", server.url, *trace(tmp_path), "--requests", "6"]) == 1
+    assert "6 requests after a --warmup of 0: the trace has 5" in capsys.readouterr().err
     load = ["--concurrency", "1", "--requests", "9", "--warmup", "9", "--max-run", "0.001"]
     assert cli.main(["bench", "--base-url", server.url, *load]) == 1
     assert capsys.readouterr().out == "nothing was measured\n"
