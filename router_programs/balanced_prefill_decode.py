@@ -3,7 +3,7 @@
 A prefill engine that is the bottleneck gets less to do: with ``pd_balance_factor`` 0.1 the decode engine computes the
 last tenth of every prompt itself. 0 is plain prefill/decode; at 1 the decode engine does everything. ``auto`` takes the share
 with which requests take the least time in the mean, by how often they come, their lengths and the engines' measured rates:
-none while nobody waits, more the more there are; when most of a prompt is cached, the prefill engine is left out.
+more the more there are, and as a rule none while nobody waits; when most of a prompt is cached, the prefill engine is left out.
 """
 
 from typing import Literal

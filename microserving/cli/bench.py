@@ -186,11 +186,13 @@ def _counted(options: argparse.Namespace, trace_length: int) -> tuple[int, int]:
         requests = options.requests or _REQUESTS
         return requests, requests // 6 if options.warmup is None else options.warmup
     warmup = options.warmup or 0
-    requests = options.requests or trace_length - warmup
-    if not 1 <= requests <= trace_length - warmup:
-        wanted = options.requests or "some"
-        raise ConfigError(f"{wanted} requests after a --warmup of {warmup}: the trace has {trace_length}")
-    return requests, warmup
+    left = trace_length - warmup
+    if left < (options.requests or 1):
+        wanted = "nothing" if options.requests is None else f"fewer than {options.requests}"
+        raise ConfigError(
+            f"--warmup {warmup} leaves {wanted} to count of the trace's {trace_length} requests"
+        )
+    return options.requests or left, warmup
 
 
 def _token_counter(model: str | None) -> Callable[[str], int] | None:

@@ -94,6 +94,11 @@ def add_workload_flags(group: argparse._ArgumentGroup) -> None:
     )  # fmt: skip
     group.add_argument("--trace-ms", action="store_true", help="its timestamps are milliseconds, not seconds")
     group.add_argument("--speed", type=_positive, metavar="X", help="replay it X times as fast")
+    _add_body_flags(group)
+
+
+def _add_body_flags(group: argparse._ArgumentGroup) -> None:
+    """What the requests of every workload have."""
     group.add_argument(
         "--endpoint", choices=("completions", "chat"), default="completions", help="default: completions"
     )

@@ -46,7 +46,7 @@ class Statistics:
         self.finished = dict.fromkeys(("stop", "length", "preempt", "sent", "abort", "deadline", "error"), 0)
         self.prefill_tokens_per_s = 0.0
         self.decode_step_ms = 0.0
-        self._decodes_alone_s = 0.0
+        self.decodes_alone_s = 0.0
         self._steps = {kind: Histogram(STEP_BUCKETS) for kind in ("decode", "prefill", "mixed")}
         self._ttft = Histogram(TTFT_BUCKETS)
         self._itl = Histogram(STEP_BUCKETS)
@@ -60,12 +60,12 @@ class Statistics:
             self.recomputed_tokens += max(0, min(end, sequence.computed_before) - chunk.start)
             prefilled += 0 if chunk.decode else chunk.length
             decodes = decodes or chunk.decode
-        beside_s = self._decodes_alone_s if decodes else 0.0
+        beside_s = self.decodes_alone_s if decodes else 0.0
         if prefilled >= (_TELLING_BESIDE_DECODES if beside_s else _TELLING_TOKENS):
             spent = max(seconds - beside_s, _LEAST_SHARE * seconds)
             self.prefill_tokens_per_s = _average(self.prefill_tokens_per_s, prefilled / max(spent, 1e-9))
         if decodes and not prefilled:
-            self._decodes_alone_s = _average(self._decodes_alone_s, seconds)
+            self.decodes_alone_s = _average(self.decodes_alone_s, seconds)
         if decodes:
             self.decode_step_ms = _average(self.decode_step_ms, seconds * 1e3)
         if prefilled or decodes:
@@ -106,6 +106,7 @@ class Statistics:
             queued_prefill_tokens=sum(s.work_ahead for s in sequences if s.state is not SequenceState.DECODE),
             prefill_tokens_per_s=self.prefill_tokens_per_s,
             decode_step_ms=self.decode_step_ms,
+            decode_alone_ms=self.decodes_alone_s * 1e3,
             counters=self._counters(scheduler),
         )
 

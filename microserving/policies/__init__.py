@@ -1,14 +1,15 @@
 """Routing policies: which of several engines takes the next request.
 
 A policy is a pure function over candidates and a ``Situation``; it knows no network. ``POLICIES`` names them all. Beside
-them: the split of a prompt between two engines, the index of prompt prefixes, and the watch over latency objectives.
+them: the split of a prompt between two engines by what comes for them, the index of prompt prefixes, and the watch over
+latency objectives.
 """
 
 from __future__ import annotations
 
 from microserving.policies.base import Candidate, EngineLoad, Policy, Situation
 from microserving.policies.demand import Arrivals, Demand
-from microserving.policies.estimates import MAX_OUTPUT_TOKENS, NOMINAL_OUTPUT_TOKENS, prompt_length
+from microserving.policies.estimates import NOMINAL_OUTPUT_TOKENS, prompt_length
 from microserving.policies.objectives import ObjectiveWatch, Shift
 from microserving.policies.prefix import prefix_aware
 from microserving.policies.prefix_index import PrefixIndex
@@ -17,7 +18,6 @@ from microserving.policies.simple import least_loaded, most_free_memory, power_o
 from microserving.policies.split import balanced_end, is_mostly_cached
 
 __all__ = [
-    "MAX_OUTPUT_TOKENS",
     "NEED_REQUEST",
     "NOMINAL_OUTPUT_TOKENS",
     "POLICIES",

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import deque
 from dataclasses import dataclass
-from statistics import fmean, pvariance
 from typing import NamedTuple
 
 KEPT = 32
@@ -13,14 +12,16 @@ FEW = 4
 """Fewer say nothing of how often they come."""
 LEAST_S = 1e-3
 """All that come at once came within so long."""
+MAX_OUTPUT_TOKENS = 256
+"""Few outputs are as long as a larger bound allows."""
 
 
 @dataclass(frozen=True, slots=True)
 class Demand:
     """What comes for an engine, per request in the mean.
 
-    rate: requests a second; 0.0 = unknown or none. tokens: of their prompts, without what was cached. variation: of
-    these tokens, the variance over the square of the mean. output_tokens: as many as they want.
+    rate: requests a second; 0.0 = unknown or none. tokens: of their prompts, those that two engines may share. variation:
+    of these tokens, the variance over the square of the mean. output_tokens: as many as they want.
     """
 
     rate: float = 0.0
@@ -30,6 +31,8 @@ class Demand:
 
 
 class Arrival(NamedTuple):
+    """One prompt, as ``Arrivals.add`` is told of it."""
+
     at: float
     tokens: int
     output_tokens: int
@@ -39,27 +42,37 @@ class Arrivals:
     """The last prompts that came for one engine."""
 
     def __init__(self) -> None:
-        self._last: deque[Arrival] = deque(maxlen=KEPT)
+        self._last: deque[Arrival] = deque()
+        self._tokens = self._squares = self._outputs = 0  # their sums
 
     def add(self, at: float, tokens: int, output_tokens: int) -> None:
-        """tokens: without what was cached."""
+        """tokens: to be computed, by this engine or the other one. output_tokens: at most so many."""
+        if len(self._last) == KEPT:
+            self._forget_oldest()
+        output_tokens = min(output_tokens, MAX_OUTPUT_TOKENS)
         self._last.append(Arrival(at, tokens, output_tokens))
+        self._tokens += tokens
+        self._squares += tokens * tokens
+        self._outputs += output_tokens
 
-    def demand(self, now: float, prefill_rate: float, waiting_tokens: float) -> Demand:
-        """prefill_rate: tokens/s; 0.0 = unknown. waiting_tokens: of prompts that came and are not computed yet; they count as if
-        they came once more in the same time, since they are to be done besides what comes."""
+    def demand(self, now: float, prefill_rate: float) -> Demand:
+        """prefill_rate: tokens/s at which such prompts are computed; 0.0 = unknown. Forgets what came too long ago."""
         last = self._last
-        if not last:
-            return Demand()
         if prefill_rate:
-            since = now - KEPT * max(1.0, fmean(each.tokens for each in last)) / prefill_rate
-            while len(last) > 1 and last[0].at < since:
-                last.popleft()
-        tokens = fmean(each.tokens for each in last)
-        outputs = fmean(each.output_tokens for each in last)
-        variation = pvariance([each.tokens for each in last], tokens) / max(1.0, tokens * tokens)
-        rate = 0.0
-        if len(last) >= FEW:
-            waiting = waiting_tokens / max(1.0, tokens)
-            rate = (len(last) - 1 + waiting) / max(LEAST_S, now - last[0].at)
-        return Demand(rate, tokens, variation, outputs)
+            while (
+                len(last) > 1 and now - last[0].at > KEPT * max(1.0, self._tokens / len(last)) / prefill_rate
+            ):
+                self._forget_oldest()
+        count = len(last)
+        if not count:
+            return Demand()
+        tokens = self._tokens / count
+        variation = max(0.0, self._squares / count / (tokens * tokens) - 1.0) if tokens else 0.0
+        rate = (count - 1) / max(LEAST_S, now - last[0].at) if count >= FEW else 0.0
+        return Demand(rate, tokens, variation, self._outputs / count)
+
+    def _forget_oldest(self) -> None:
+        oldest = self._last.popleft()
+        self._tokens -= oldest.tokens
+        self._squares -= oldest.tokens * oldest.tokens
+        self._outputs -= oldest.output_tokens

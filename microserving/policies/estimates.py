@@ -14,8 +14,6 @@ LONG_PROMPT_TOKENS = 512
 """From here on the prompt's own computation outweighs some steps of decoding."""
 NOMINAL_OUTPUT_TOKENS = 64
 """Of a request that does not say how many it wants."""
-MAX_OUTPUT_TOKENS = 256
-"""Few outputs are as long as a larger bound allows."""
 
 
 def prompt_length(engines: Sequence[CandidateT], situation: Situation) -> CandidateT:

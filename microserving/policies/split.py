@@ -1,7 +1,7 @@
 """Where to split a prompt between a prefill and a decode engine: what ``auto`` chooses.
 
-A share of each prompt is moved to the decode engine, and the same share of all: what counts is not what the queues are at
-this moment, since they are others when the decode engine comes to its part, but what the engines have to do in the mean.
+A share of each prompt is moved to the decode engine, and the same share of all: what counts is not how long the queues are
+at this moment, since they are others when the decode engine comes to its part, but what the engines have to do in the mean.
 So the two are seen as queues, and the share is the one at which a request takes the least time in the mean, from its
 arrival to its last token. Seconds throughout.
 """
@@ -24,6 +24,8 @@ STRETCH = 2.5
 """Prompt tokens make a step with outputs so many times longer (an engine's default ``max_itl_ratio``)."""
 NO_MATTER = 0.01
 """Of the least mean time: what a smaller share may cost, as it leaves the outputs on the decode engine alone."""
+LEAST_RATE = 1e-3
+"""Tokens/s. What an engine tells below it counts as unknown."""
 
 
 def is_mostly_cached(tokens: int, matched: int) -> bool:
@@ -46,25 +48,25 @@ def balanced_end(
 
     A prefill rate that is not known counts as the other one; with neither the prefill engine takes all it can.
     Returns: end, in [0, tokens - 1], and never below ``matched`` but for the last token. ``end <= matched``: the prefill
-    engine is not needed; also when most of the prompt is cached (``MOSTLY_CACHED``).
+    engine is not needed; so also when it would have next to nothing to do (``MOSTLY_CACHED``).
     """
     last = tokens - 1
     matched = min(matched, last)
     if is_mostly_cached(tokens, matched):
         return matched
-    p, d = prefill.prefill_tokens_per_s, decode.prefill_tokens_per_s
+    p, d = (load.prefill_tokens_per_s for load in (prefill, decode))
+    p, d = p if p >= LEAST_RATE else 0.0, d if d >= LEAST_RATE else 0.0
     if not p and not d:
         return last
-    pair = Pair(p or d, d or p, decode.decode_step_ms / 1000, for_prefill, for_decode)
-    times = [mean_s(pair, step / SHARES) for step in range(SHARES + 1)]
-    most = (1.0 + NO_MATTER) * min(times)
-    share = next(step for step, time in enumerate(times) if time <= most) / SHARES
-    return min(last, tokens - round(share * (tokens - matched)))
+    step_s = (decode.decode_alone_ms or decode.decode_step_ms) / 1000
+    pair = Pair(p or d, d or p, step_s, for_prefill, for_decode)
+    end = min(last, tokens - round(best_share(pair) * (tokens - matched)))
+    return matched if is_mostly_cached(tokens, tokens - (end - matched)) else end
 
 
 @dataclass(frozen=True, slots=True)
 class Pair:
-    """Prefill rates in tokens/s, > 0; a step of the decode engine's outputs in seconds; what came for the two."""
+    """Prefill rates in tokens/s, > 0; a step of the decode engine's outputs alone in seconds; what comes for the two."""
 
     prefill_rate: float
     decode_rate: float
@@ -73,25 +75,33 @@ class Pair:
     decode: Demand
 
 
+def best_share(pair: Pair) -> float:
+    """The least share with which requests take about the least time (``NO_MATTER``)."""
+    times = [mean_s(pair, step / SHARES) for step in range(SHARES + 1)]
+    most = (1.0 + NO_MATTER) * min(times)
+    return next((step for step, time in enumerate(times) if time <= most), 0) / SHARES
+
+
 def mean_s(pair: Pair, share: float) -> float:
     """The mean time of a request when the decode engine computes this share of every prompt.
 
     The prefill engine's queue and its part ``s = (1 - share) * tokens / prefill_rate``; the decode engine's queue and its
     part, which takes ``1 + b / (STRETCH - 1)`` times longer than alone, as outputs run beside it for the share ``b`` of the
-    time; and the output, which the others' parts make ``1 / (1 - u)`` times longer, at most STRETCH times, with ``u`` the
+    time; and the output, which the parts of others make ``1 / (1 - u)`` times longer, at most STRETCH times, with ``u`` the
     decode engine's use by them. Behind a prefill engine with too much to do, they come no faster than it lets them.
     """
     first, second = pair.prefill, pair.decode
     part_s = (1.0 - share) * first.tokens / pair.prefill_rate
-    moved_s = share * second.tokens / pair.decode_rate
+    moved_s = share * first.tokens / pair.decode_rate
+    others_s = share * second.tokens / pair.decode_rate
     coming = second.rate / max(1.0, first.rate * part_s)
-    use = coming * moved_s
+    use = coming * others_s
     longer = min(STRETCH, 1.0 / (1.0 - use)) if use < 1.0 else STRETCH
     output_s = second.output_tokens * pair.step_s * longer
     beside = min(1.0, coming * output_s)
-    moved_s *= 1.0 + beside / (STRETCH - 1.0)
-    queues = wait_s(first.rate, part_s, first.variation) + wait_s(coming, moved_s, second.variation)
-    return queues + part_s + moved_s + output_s
+    slower = 1.0 + beside / (STRETCH - 1.0)
+    wait = wait_s(first.rate, part_s, first.variation) + wait_s(coming, others_s * slower, second.variation)
+    return wait + part_s + moved_s * slower + output_s
 
 
 def wait_s(rate: float, service_s: float, variation: float) -> float:

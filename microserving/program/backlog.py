@@ -20,7 +20,8 @@ class Backlog:
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
         self._known: dict[str, tuple[EngineLoad, float, float]] = {}  # load, tokens, when that was
-        self._arrivals: dict[str, Arrivals] = {}
+        self._for_prefill: dict[str, Arrivals] = {}
+        self._for_decode: dict[str, Arrivals] = {}
 
     def add(self, engine: EngineClient, tokens: int) -> None:
         self._known[engine.id] = (engine.load, self.tokens(engine) + tokens, self._clock())
@@ -31,24 +32,22 @@ class Backlog:
             return engine.load.queued_prefill_tokens
         return max(0.0, tokens - load.prefill_tokens_per_s * (self._clock() - since))
 
-    def arrived(self, engine: EngineClient, tokens: int, output_tokens: int) -> None:
-        """A prompt has come for ``engine``. tokens: those that are to be computed, by this engine or another one."""
-        self._arrivals.setdefault(engine.id, Arrivals()).add(self._clock(), tokens, output_tokens)
+    def arrived(self, prefill: EngineClient, decode: EngineClient, tokens: int, output_tokens: int) -> None:
+        """A prompt has come for the two. tokens: of it, those that they may share; 0 = the prefill engine is not needed.
+        output_tokens: it wants at most so many."""
+        now = self._clock()
+        self._for_decode.setdefault(decode.id, Arrivals()).add(now, tokens, output_tokens)
+        if tokens:
+            self._for_prefill.setdefault(prefill.id, Arrivals()).add(now, tokens, output_tokens)
 
     def demand(self, prefill: EngineClient, decode: EngineClient) -> tuple[Demand, Demand]:
-        """What comes for the two. What waits for the prefill engine will come to the decode engine."""
-        rate = prefill.load.prefill_tokens_per_s or decode.load.prefill_tokens_per_s
-        before = self.tokens(prefill)
-        return (
-            self._demand(prefill, rate, before),
-            self._demand(decode, rate, before + self.tokens(decode)),
-        )
-
-    def _demand(self, engine: EngineClient, prefill_rate: float, waiting_tokens: float) -> Demand:
-        arrivals = self._arrivals.get(engine.id)
-        return Demand() if arrivals is None else arrivals.demand(self._clock(), prefill_rate, waiting_tokens)
+        """What comes for the two."""
+        now, rate = self._clock(), prefill.load.prefill_tokens_per_s or decode.load.prefill_tokens_per_s
+        for_prefill = self._for_prefill.get(prefill.id, Arrivals())
+        for_decode = self._for_decode.get(decode.id, Arrivals())
+        return for_prefill.demand(now, rate), for_decode.demand(now, rate)
 
     def forget(self, engine_id: str) -> None:
         """The engine is gone."""
-        self._known.pop(engine_id, None)
-        self._arrivals.pop(engine_id, None)
+        for known in (self._known, self._for_prefill, self._for_decode):
+            known.pop(engine_id, None)

@@ -11,7 +11,6 @@ from typing import get_args
 
 from microserving.errors import ConfigError, MicroservingError, NoEngine
 from microserving.policies import (
-    MAX_OUTPUT_TOKENS,
     NEED_REQUEST,
     NOMINAL_OUTPUT_TOKENS,
     POLICIES,
@@ -228,16 +227,16 @@ class Cluster:
         self, request: Request, matched: int, prefill: EngineClient, decode: EngineClient
     ) -> int:
         """Where to split the prompt so that requests take the least time, as far as is known now:
-        ``microserving.policies.balanced_end``. What it gives each of the two counts as sent there.
+        ``microserving.policies.balanced_end``. Call it once a request: the request counts as one that came for the two,
+        and what each of them gets as sent there.
 
-        matched: leading prompt tokens that ``decode`` has cached.
+        matched: leading prompt tokens that ``decode`` has cached; what ``prefill`` has is not known.
         """
         backlog, length = self._backlog, request.prompt_length
         matched = min(matched, length)
-        output = min(request.stop.max_tokens or NOMINAL_OUTPUT_TOKENS, MAX_OUTPUT_TOKENS)
-        backlog.arrived(decode, length - matched, output)
-        if not is_mostly_cached(length, matched):
-            backlog.arrived(prefill, length - matched, output)
+        shared = 0 if is_mostly_cached(length, matched) else length - matched
+        wanted = request.stop.max_tokens
+        backlog.arrived(prefill, decode, shared, NOMINAL_OUTPUT_TOKENS if wanted is None else wanted)
         end = balanced_end(length, matched, prefill.load, decode.load, *backlog.demand(prefill, decode))
         backlog.add(prefill, max(0, end - matched))
         backlog.add(decode, length - max(end, matched))

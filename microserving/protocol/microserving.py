@@ -25,6 +25,9 @@ from microserving.protocol.structured import WireGrammar, wire_grammar
 PROTOCOL_VERSION: Final = 1
 
 Index = Annotated[int, Field(ge=-(2**31), le=INT32_MAX)]
+Count = Annotated[int, Field(ge=0, le=2**53)]
+Measure = Annotated[float, Field(ge=0, le=1e12)]
+"""Of speed or time, in any unit. Beyond it something is broken."""
 RequestId = Annotated[str, Field(min_length=1, max_length=MAX_NAME_CHARS)]
 
 
@@ -200,39 +203,40 @@ class EngineInfo(WireModel):
 class EngineCounters(WireModel):
     """Totals since the engine started (``engine.jobs.Counters``)."""
 
-    prompt_tokens_computed: int = 0
-    recomputed_tokens: int = 0
-    output_tokens: int = 0
-    tokens_sent: int = 0
-    bytes_sent: int = 0
-    tokens_received: int = 0
-    requests_finished: dict[str, int] = Field(default_factory=dict)
-    aborts: int = 0
-    preemptions: int = 0
-    leases_expired: int = 0
-    prefix_query_tokens: int = 0
-    prefix_hit_tokens: int = 0
-    evicted_pages: int = 0
+    prompt_tokens_computed: Count = 0
+    recomputed_tokens: Count = 0
+    output_tokens: Count = 0
+    tokens_sent: Count = 0
+    bytes_sent: Count = 0
+    tokens_received: Count = 0
+    requests_finished: dict[str, Count] = Field(default_factory=dict)
+    aborts: Count = 0
+    preemptions: Count = 0
+    leases_expired: Count = 0
+    prefix_query_tokens: Count = 0
+    prefix_hit_tokens: Count = 0
+    evicted_pages: Count = 0
 
 
 class EngineLoad(WireModel):
     """GET `/microserving/load`: what an engine has to do now, and its cumulative counters."""
 
-    running: int = 0
-    waiting: int = 0
-    reserved: int = 0
-    leases: dict[str, int] = Field(default_factory=dict)
-    free_pages: int = 0
-    cached_pages: int = 0
-    pinned_pages: int = 0
-    evictable_pages: int = 0
-    running_pages: int = 0
-    reserved_pages: int = 0
-    quarantined_pages: int = 0
-    total_pages: int = 0
-    queued_prefill_tokens: int = 0
-    prefill_tokens_per_s: float = 0.0
-    decode_step_ms: float = 0.0
+    running: Count = 0
+    waiting: Count = 0
+    reserved: Count = 0
+    leases: dict[str, Count] = Field(default_factory=dict)
+    free_pages: Count = 0
+    cached_pages: Count = 0
+    pinned_pages: Count = 0
+    evictable_pages: Count = 0
+    running_pages: Count = 0
+    reserved_pages: Count = 0
+    quarantined_pages: Count = 0
+    total_pages: Count = 0
+    queued_prefill_tokens: Count = 0
+    prefill_tokens_per_s: Measure = 0.0
+    decode_step_ms: Measure = 0.0
+    decode_alone_ms: Measure = 0.0
     counters: EngineCounters = EngineCounters()
 
 

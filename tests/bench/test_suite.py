@@ -236,9 +236,9 @@ def test_nothing_that_counts_is_no_success(
     server: Background, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert cli.main(["bench", "--base-url", server.url, *trace(tmp_path), "--warmup", "5"]) == 1
-    assert "some requests after a --warmup of 5: the trace has 5" in capsys.readouterr().err
+    assert "--warmup 5 leaves nothing to count of the trace's 5 requests" in capsys.readouterr().err
     assert cli.main(["bench", "--base-url", server.url, *trace(tmp_path), "--requests", "6"]) == 1
-    assert "6 requests after a --warmup of 0: the trace has 5" in capsys.readouterr().err
+    assert "--warmup 0 leaves fewer than 6 to count of the trace's 5 requests" in capsys.readouterr().err
     load = ["--concurrency", "1", "--requests", "9", "--warmup", "9", "--max-run", "0.001"]
     assert cli.main(["bench", "--base-url", server.url, *load]) == 1
     assert capsys.readouterr().out == "nothing was measured\n"

@@ -9,6 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from microserving.policies import Arrivals, Demand, EngineLoad, balanced_end
+from microserving.policies.demand import MAX_OUTPUT_TOKENS
 from microserving.policies.split import HORIZON, STRETCH, Pair, mean_s, wait_s
 
 rates = st.floats(10, 5000)
@@ -51,6 +52,29 @@ def test_others_on_the_decode_engine() -> None:
     assert mean_s(Pair(400, 400, 0.03, here, there), 0.2) == pytest.approx(expected)
 
 
+def test_each_engine_has_a_queue_of_its_own() -> None:
+    """Half of a prompt of 1,000 here is 2.5 s; there it is 5 s, but of those that come there 2 s."""
+    here, there = Demand(0.1, 1000, variation=0.5), Demand(0.2, 400, variation=2.0)
+    expected = wait_s(0.1, 2.5, 0.5) + 2.5 + wait_s(0.2, 2.0, 2.0) + 5.0
+    assert mean_s(Pair(200, 100, 0.0, here, there), 0.5) == pytest.approx(expected)
+
+
+def test_what_does_not_get_through_the_prefill_engine_does_not_come_to_the_other() -> None:
+    """One a second, of which the prefill engine does half: parts of 1 s keep the decode engine half busy, and an output of
+    1 s takes 2 s; then outputs run all the time."""
+    came = Demand(1.0, 1000, output_tokens=10)
+    slower = 1 + 1 / (STRETCH - 1)
+    expected = wait_s(1.0, 2.0, 0.0) + 2.0 + wait_s(0.5, slower, 0.0) + slower + 2.0
+    assert mean_s(Pair(250, 500, 0.1, came, came), 0.5) == pytest.approx(expected)
+
+
+def test_parts_make_an_output_no_longer_than_the_engine_lets_them() -> None:
+    came = Demand(1.0, 1000, output_tokens=10)
+    slower = 1 + 1 / (STRETCH - 1)
+    expected = wait_s(1.0, 2 * slower, 0.0) + 2 * slower + STRETCH
+    assert mean_s(Pair(1e9, 500, 0.1, came, came), 1.0) == pytest.approx(expected)
+
+
 @pytest.mark.parametrize(
     ("tokens", "matched", "prefill", "decode", "end"),
     [
@@ -66,6 +90,8 @@ def test_others_on_the_decode_engine() -> None:
         ),
         pytest.param(1000, 0, engine(100), engine(300), 0, id="one that is"),
         pytest.param(1000, 100, engine(100), engine(300), 100, id="that, and some is cached there"),
+        pytest.param(1000, 0, engine(1e-300), engine(100), 999, id="a rate that is none"),
+        pytest.param(1000, 0, engine(1e9), engine(1e-3), 999, id="the least one"),
         pytest.param(1, 0, engine(100), engine(100), 0, id="one token"),
         pytest.param(2, 0, engine(100), engine(100), 1, id="two tokens"),
     ],
@@ -73,6 +99,24 @@ def test_others_on_the_decode_engine() -> None:
 def test_a_prompt_alone(tokens: int, matched: int, prefill: EngineLoad, decode: EngineLoad, end: int) -> None:
     alone = Demand(tokens=max(0, tokens - matched), output_tokens=10)
     assert balanced_end(tokens, matched, prefill, decode, alone, alone) == end
+
+
+def test_prompts_of_others_do_not_change_what_a_prompt_takes() -> None:
+    """Nobody waits: shorter or longer ones at the decode engine are no reason to move any."""
+    long, short = Demand(tokens=1000), Demand(tokens=190)
+    assert balanced_end(1000, 0, engine(100), engine(100), long, short) == 999
+    assert balanced_end(1000, 0, engine(100), engine(50), long, short) == 999
+    assert balanced_end(1000, 0, engine(100), engine(100), short, long) == 999
+
+
+def test_next_to_nothing_is_not_handed_over() -> None:
+    """However fast the decode engine is, the prefill engine has a tenth or nothing."""
+    ends = set()
+    for rate in range(100, 400, 2):
+        came = Demand(0.12, 1000)
+        ends.add(balanced_end(1000, 0, engine(100), engine(rate), came, came))
+    assert 0 in ends
+    assert min(ends - {0}) >= 100
 
 
 def test_more_is_moved_the_more_requests_come() -> None:
@@ -96,7 +140,7 @@ def test_outputs_and_other_prompts_keep_it_on_the_prefill_engine() -> None:
     assert end(20.0) < end(20.0, on_decode=0.5)
 
 
-@given(st.integers(1, 600), st.integers(0, 700), rates, rates, st.floats(0, 1000), demands, demands)
+@given(st.integers(1, 600), st.integers(0, 700), rates, rates, st.floats(0, 1e12), demands, demands)
 def test_every_split_is_a_legal_one(
     tokens: int, matched: int, p: float, d: float, step_ms: float, first: Demand, second: Demand
 ) -> None:
@@ -105,29 +149,38 @@ def test_every_split_is_a_legal_one(
     assert end >= min(matched, tokens - 1)
 
 
+def test_a_step_that_prompts_made_longer_counts_where_no_other_is_known() -> None:
+    came = Demand(0.09, 1000, output_tokens=100)
+
+    def end(decode: EngineLoad) -> int:
+        return balanced_end(1000, 0, engine(100), decode, came, came)
+
+    both = EngineLoad(prefill_tokens_per_s=100, decode_step_ms=50, decode_alone_ms=20)
+    assert end(both) == end(engine(100, 20)) < end(engine(100, 50))
+
+
 def test_what_came_of_late() -> None:
     arrivals = Arrivals()
-    assert arrivals.demand(0.0, 100.0, 0.0) == Demand()
+    assert arrivals.demand(0.0, 100.0) == Demand()
     for at in (0.0, 1.0, 4.0):
         arrivals.add(at, 100 if at else 400, 10)
-    few = arrivals.demand(4.0, 100.0, 0.0)
+    few = arrivals.demand(4.0, 100.0)
     assert (few.rate, few.tokens, few.output_tokens) == (0.0, 200.0, 10.0)
     assert few.variation == pytest.approx((200**2 + 2 * 100**2) / 3 / 200**2)
-    arrivals.add(6.0, 200, 20)
-    four = arrivals.demand(6.0, 100.0, 0.0)
-    assert (four.rate, four.tokens, four.output_tokens) == (0.5, 200.0, 12.5)
-    assert arrivals.demand(6.0, 100.0, 600.0).rate == 1.0, "three more of 200 tokens wait"
+    arrivals.add(6.0, 200, 100_000)  # a bound, not an output
+    four = arrivals.demand(6.0, 100.0)
+    assert (four.rate, four.tokens, four.output_tokens) == (0.5, 200.0, (30 + MAX_OUTPUT_TOKENS) / 4)
 
 
 def test_what_came_long_ago_says_nothing_of_a_burst() -> None:
     arrivals = Arrivals()
     for _ in range(40):
         arrivals.add(0.0, 100, 10)
-    assert arrivals.demand(31.0, 0.0, 0.0).rate == pytest.approx(1.0), "32 of 1 s each"
-    assert arrivals.demand(31.0, 100.0, 0.0).rate == pytest.approx(1.0)
+    assert arrivals.demand(31.0, 0.0).rate == pytest.approx(1.0), "32 of 1 s each"
+    assert arrivals.demand(31.0, 100.0).rate == pytest.approx(1.0)
     for at in (3600.0, 3601.0, 3602.0, 3603.0):
-        arrivals.add(at, 100, 10)
-    assert arrivals.demand(3603.0, 100.0, 0.0).rate == 1.0
+        arrivals.add(at, 200, 20)
+    assert arrivals.demand(3603.0, 100.0) == Demand(1.0, 200.0, 0.0, 20.0)
 
 
 def test_the_rate_of_poisson_arrivals() -> None:
@@ -136,7 +189,7 @@ def test_the_rate_of_poisson_arrivals() -> None:
         now += draw.expovariate(2.0)
         arrivals.add(now, 100, 10)
         if number > 40:
-            told.append(arrivals.demand(now, 50.0, 0.0).rate)
+            told.append(arrivals.demand(now, 50.0).rate)
     assert sum(told) / len(told) == pytest.approx(2.0, rel=0.1)
 
 
@@ -144,4 +197,4 @@ def test_many_at_once_come_at_no_infinite_rate() -> None:
     arrivals = Arrivals()
     for _ in range(10):
         arrivals.add(5.0, 100, 10)
-    assert arrivals.demand(5.0, 100.0, 1000.0).rate == pytest.approx(19 / 1e-3)
+    assert arrivals.demand(5.0, 100.0).rate == pytest.approx(9 / 1e-3)

@@ -260,9 +260,30 @@ def test_a_backlog_is_worked_off_until_the_load_is_told_again() -> None:
     assert backlog.tokens(engine) == 70
     for number in range(100):
         backlog.add(FakeEngine(f"e{number}", "prefill"), 10)
+        backlog.arrived(FakeEngine(f"e{number}", "prefill"), engine, 10, 1)
         backlog.forget(f"e{number}")
     backlog.forget("nobody")
     assert set(backlog._known) == {"e"}
+    assert not backlog._for_prefill
+
+
+def test_an_engine_on_both_sides_has_two_demands() -> None:
+    """A hybrid engine gets one prompt a second for its prefill and, from another one, three for its outputs."""
+    now = 0.0
+    backlog = Backlog(lambda: now)
+    hybrid, decode, prefill = (FakeEngine(name, "hybrid") for name in ("h", "d", "p"))
+    for second in range(10):
+        now = float(second)
+        backlog.arrived(hybrid, decode, 100, 10)
+        for third in range(3):
+            now = second + third / 3
+            backlog.arrived(prefill, hybrid, 40, 1000)
+            backlog.arrived(prefill, decode, 0, 10)  # for the decode engine alone
+    first, second = backlog.demand(hybrid, decode)[0], backlog.demand(prefill, hybrid)[1]
+    assert (first.rate, first.tokens, first.output_tokens) == (pytest.approx(9 / now), 100, 10)
+    assert (second.rate, second.tokens, second.output_tokens) == (pytest.approx(29 / now), 40, 256)
+    assert backlog.demand(prefill, hybrid)[0].tokens == 40
+    assert backlog.demand(hybrid, decode)[1].tokens < 100
 
 
 def test_the_balanced_split_sees_what_comes() -> None:

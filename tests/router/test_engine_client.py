@@ -19,7 +19,7 @@ from microserving.errors import (
     Overloaded,
     TransferFailed,
 )
-from microserving.program import GenerationChunk, Received, Request, SamplingParams, StopParams
+from microserving.program import EngineLoad, GenerationChunk, Received, Request, SamplingParams, StopParams
 from microserving.program.testing import collect, make_request
 from microserving.protocol.microserving import EngineInfo, TokenizerDocument
 from microserving.router.engine_client import EngineTimeouts, HttpEngineClient
@@ -325,6 +325,22 @@ def test_the_router_asks_for_itself() -> None:
             await client.probe(1.0)
 
     with_engine(scenario, identified=False)
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [("prefill_tokens_per_s", -1.0), ("decode_step_ms", 1e300), ("queued_prefill_tokens", 10**309), ("running", -1)],
+)  # fmt: skip
+def test_a_load_that_cannot_be_is_an_engine_that_answers_wrongly(name: str, value: float) -> None:
+    """Policies calculate with it: there it would be the program's fault."""
+
+    async def scenario(engine: EngineServer, client: Client) -> None:
+        engine.load[name] = value
+        with pytest.raises(MicroservingError, match=name):
+            await client.probe(1.0)
+        assert client.load == EngineLoad()
+
+    with_engine(scenario)
 
 
 @contextmanager

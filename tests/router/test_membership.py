@@ -330,6 +330,11 @@ def test_engines_that_know_only_three_verbs(tokenizer_dir: Path) -> None:
         decode.answers["prep_recv"] = (200, {"kv_append_metadata": "M", "prefix_matched_length": 1}, {})
         prefill.answers["remote_send"] = (200, {}, {})
         assert (running.ids("prefill"), running.ids("decode")) == (["mlc-0"], ["mlc-1"])
+        (client,) = running.registry.cluster.decode
+        told = client.load
+        await running.until(
+            lambda: client.load is not told
+        )  # it tells nothing, but what was sent it is done some day
         decode.bodies.clear()
         text = await running.streamed()
         assert ('"text":"Hel"' in text, '"text":"lo"' in text, text.count("[DONE]")) == (True, True, 1)
