@@ -216,8 +216,9 @@ def figures(report: Report) -> dict[str, Any]:
 
 
 def write(options: argparse.Namespace, report: Report, found: Mapping[str, Any]) -> None:
-    """The whole report and its pictures, unless it was a quick one; the figures where they are wanted."""
-    if not options.quick:
+    """The whole report and its pictures, unless it was a quick one or ended before the first; the figures where they are
+    wanted."""
+    if not options.quick and report["runs"]:
         options.results.mkdir(parents=True, exist_ok=True)
         stem = options.results / f"patterns_{options.workload.replace('-', '_')}"
         write_report(stem.with_suffix(".json"), {**report, "figures": found})

@@ -45,6 +45,9 @@ class Books:
         self._kv_bytes_per_token = kv_bytes_per_token
         self._clock = clock
         self._tasks: dict[TokenSequence, Task] = {}
+        self._since: float | None = (
+            None  # when the step that runs began, or the one before ended; None: nothing ran
+        )
 
     # --- requests --------------------------------------------------------------------------------------------
 
@@ -113,6 +116,10 @@ class Books:
         self._expire_requests(events)
         step = self.scheduler.schedule(self._clock(), self._prefill_budget())
         self._give_back(events)
+        if not step.chunks:
+            self._since = None
+        elif self._since is None:
+            self._since = self._clock()
         return [Work(chunk, self._tasks[chunk.sequence]) for chunk in step.chunks], step.copies
 
     def give_up(self) -> list[Event]:
@@ -164,8 +171,10 @@ class Books:
             events.append(self.end(self._tasks[sequence], error))
 
     def _count_step(self, chunks: Sequence[Chunk], times: StepTimes) -> None:
-        seconds = (times.end_ns - times.begin_ns) / 1e9
-        self.statistics.count_step(chunks, seconds)
+        seconds, now = max((times.end_ns - times.begin_ns) / 1e9, 1e-9), self._clock()
+        whole_s = seconds if self._since is None else max(seconds, now - self._since)
+        self._since = now
+        self.statistics.count_step(chunks, seconds, whole_s)
         tokens, position = prefilled(chunks)
         self._pacer.observe(sum(chunk.decode for chunk in chunks), tokens, position, seconds)
 

@@ -9,12 +9,11 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
+from microserving.engine.averages import DecodeTime, Rate
 from microserving.engine.jobs import Counters, LoadSnapshot
 from microserving.observability.metrics import STEP_BUCKETS, TTFT_BUCKETS, Histogram
 from microserving.scheduler import Chunk, Scheduler, SequenceState
 
-EWMA_WEIGHT = 0.25
-"""Weight of the newest step in a moving average."""
 _TELLING_TOKENS = 16
 """A step with fewer prompt tokens says nothing of the prefill rate: it takes as long as a decode (a decode engine behind
 a prefill engine computes the last token of every prompt)."""
@@ -44,30 +43,30 @@ class Statistics:
         self.aborts = 0
         self.leases_expired = 0
         self.finished = dict.fromkeys(("stop", "length", "preempt", "sent", "abort", "deadline", "error"), 0)
-        self.prefill_tokens_per_s = 0.0
-        self.decode_step_ms = 0.0
-        self.decodes_alone_s = 0.0
+        self._prefill = Rate()
+        self._steps_with_decodes = Rate()
+        self._decodes_alone = DecodeTime()
         self._steps = {kind: Histogram(STEP_BUCKETS) for kind in ("decode", "prefill", "mixed")}
         self._ttft = Histogram(TTFT_BUCKETS)
         self._itl = Histogram(STEP_BUCKETS)
 
-    def count_step(self, chunks: Sequence[Chunk], seconds: float) -> None:
-        """A step that ran. Call it before the scheduler completes the step."""
-        prefilled, decodes = 0, False
+    def count_step(self, chunks: Sequence[Chunk], seconds: float, whole_s: float) -> None:
+        """A step that ran. seconds: of the model, > 0; whole_s: until the engine is ready for the next one, at least
+        these. Call it before the scheduler completes the step."""
+        prefilled, decodes = 0, 0
         for chunk in chunks:
             sequence, end = chunk.sequence, chunk.start + chunk.length
             self.prompt_tokens_computed += max(0, min(end, sequence.prompt_length) - chunk.start)
             self.recomputed_tokens += max(0, min(end, sequence.computed_before) - chunk.start)
             prefilled += 0 if chunk.decode else chunk.length
-            decodes = decodes or chunk.decode
-        beside_s = self.decodes_alone_s if decodes else 0.0
+            decodes += chunk.decode
+        beside_s = self._decodes_alone.at(decodes) if decodes else 0.0
         if prefilled >= (_TELLING_BESIDE_DECODES if beside_s else _TELLING_TOKENS):
-            spent = max(seconds - beside_s, _LEAST_SHARE * seconds)
-            self.prefill_tokens_per_s = _average(self.prefill_tokens_per_s, prefilled / max(spent, 1e-9))
+            self._prefill.observe(prefilled, max(whole_s - beside_s, _LEAST_SHARE * whole_s))
         if decodes and not prefilled:
-            self.decodes_alone_s = _average(self.decodes_alone_s, seconds)
+            self._decodes_alone.observe(decodes, whole_s)
         if decodes:
-            self.decode_step_ms = _average(self.decode_step_ms, seconds * 1e3)
+            self._steps_with_decodes.observe(1, whole_s)
         if prefilled or decodes:
             kind = "mixed" if prefilled and decodes else "decode" if decodes else "prefill"
             self._steps[kind].observe(seconds)
@@ -104,9 +103,10 @@ class Statistics:
             quarantined_pages=pages.quarantined,
             total_pages=pages.total,
             queued_prefill_tokens=sum(s.work_ahead for s in sequences if s.state is not SequenceState.DECODE),
-            prefill_tokens_per_s=self.prefill_tokens_per_s,
-            decode_step_ms=self.decode_step_ms,
-            decode_alone_ms=self.decodes_alone_s * 1e3,
+            prefill_tokens_per_s=self._prefill.per_s,
+            decode_step_ms=1e3 / self._steps_with_decodes.per_s if self._steps_with_decodes.per_s else 0.0,
+            decode_base_ms=self._decodes_alone.base_s * 1e3,
+            decode_per_sequence_ms=self._decodes_alone.per_decode_s * 1e3,
             counters=self._counters(scheduler),
         )
 
@@ -137,7 +137,3 @@ def prefilled(chunks: Iterable[Chunk]) -> tuple[int, float]:
             tokens += chunk.length
             positions += chunk.length * (chunk.start + chunk.length / 2)
     return tokens, positions / max(tokens, 1)
-
-
-def _average(average: float, value: float) -> float:
-    return value if average == 0.0 else average + EWMA_WEIGHT * (value - average)

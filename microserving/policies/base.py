@@ -13,8 +13,8 @@ class EngineLoad:
 
     Counts of sequences, pages or tokens as named; all zero until the engine was asked for the first time.
     cached_pages: in the prefix cache, of which pinned_pages are in use now and evictable_pages can be had at once.
-    prefill_tokens_per_s, decode_step_ms (of a step with decodes) and decode_alone_ms (of one without prompt tokens) are
-    measured, 0.0 while the engine has not worked yet.
+    prefill_tokens_per_s and decode_step_ms (of a step with decodes) are measured, 0.0 while the engine has not worked yet;
+    a step of n decodes alone takes about decode_base_ms + n * decode_per_sequence_ms.
     """
 
     running: int = 0
@@ -28,7 +28,8 @@ class EngineLoad:
     queued_prefill_tokens: int = 0
     prefill_tokens_per_s: float = 0.0
     decode_step_ms: float = 0.0
-    decode_alone_ms: float = 0.0
+    decode_base_ms: float = 0.0
+    decode_per_sequence_ms: float = 0.0
 
     @property
     def free_memory(self) -> float:

@@ -10,6 +10,8 @@ KEPT = 32
 """Prompts that tell what comes; none that came longer ago than so many take an engine to compute."""
 FEW = 4
 """Fewer say nothing of how often they come."""
+WAITING = 4.0
+"""What waits is to be done soon: one such prompt counts as so many that came of late."""
 LEAST_S = 1e-3
 """All that come at once came within so long."""
 MAX_OUTPUT_TOKENS = 256
@@ -55,20 +57,25 @@ class Arrivals:
         self._squares += tokens * tokens
         self._outputs += output_tokens
 
-    def demand(self, now: float, prefill_rate: float) -> Demand:
-        """prefill_rate: tokens/s at which such prompts are computed; 0.0 = unknown. Forgets what came too long ago."""
+    @property
+    def tokens(self) -> float:
+        """Of a prompt in the mean; 0.0 without any."""
+        return self._tokens / len(self._last) if self._last else 0.0
+
+    def demand(self, now: float, prefill_rate: float, waiting: float = 0.0) -> Demand:
+        """prefill_rate: tokens/s at which such prompts are computed; 0.0 = unknown. waiting: how many of them are still to
+        be computed. Forgets what came too long ago."""
         last = self._last
         if prefill_rate:
-            while (
-                len(last) > 1 and now - last[0].at > KEPT * max(1.0, self._tokens / len(last)) / prefill_rate
-            ):
+            while len(last) > 1 and now - last[0].at > KEPT * max(1.0, self.tokens) / prefill_rate:
                 self._forget_oldest()
         count = len(last)
         if not count:
             return Demand()
-        tokens = self._tokens / count
+        tokens = self.tokens
         variation = max(0.0, self._squares / count / (tokens * tokens) - 1.0) if tokens else 0.0
-        rate = (count - 1) / max(LEAST_S, now - last[0].at) if count >= FEW else 0.0
+        came = count - 1 + WAITING * waiting
+        rate = came / max(LEAST_S, now - last[0].at) if count >= FEW else 0.0
         return Demand(rate, tokens, variation, self._outputs / count)
 
     def _forget_oldest(self) -> None:

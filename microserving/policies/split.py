@@ -1,8 +1,8 @@
 """Where to split a prompt between a prefill and a decode engine: what ``auto`` chooses.
 
-A share of each prompt is moved to the decode engine, and the same share of all: what counts is not how long the queues are
-at this moment, since they are others when the decode engine comes to its part, but what the engines have to do in the mean.
-So the two are seen as queues, and the share is the one at which a request takes the least time in the mean, from its
+A share of each prompt is moved to the decode engine, and about the same share of all: what counts is less how long the
+queues are at this moment, since they are others when the decode engine comes to its part, than what the engines have to do
+in the mean. So the two are seen as queues, and the share is the one at which a request takes the least time in the mean, from its
 arrival to its last token. Seconds throughout.
 """
 
@@ -18,10 +18,12 @@ MOSTLY_CACHED = 0.9
 """From this share of a prompt on, handing the rest over to another engine costs more than it saves."""
 SHARES = 40
 """How many shares above 0 are tried."""
-HORIZON = 500
+HORIZON = 96
 """So many requests are looked ahead: a queue that grows without end is as long as it is then."""
 STRETCH = 2.5
 """Prompt tokens make a step with outputs so many times longer (an engine's default ``max_itl_ratio``)."""
+MOST_OUTPUTS = 32
+"""At a time, on one engine."""
 NO_MATTER = 0.01
 """Of the least mean time: what a smaller share may cost, as it leaves the outputs on the decode engine alone."""
 LEAST_RATE = 1e-3
@@ -58,19 +60,23 @@ def balanced_end(
     p, d = p if p >= LEAST_RATE else 0.0, d if d >= LEAST_RATE else 0.0
     if not p and not d:
         return last
-    step_s = (decode.decode_alone_ms or decode.decode_step_ms) / 1000
-    pair = Pair(p or d, d or p, step_s, for_prefill, for_decode)
+    base_ms, more_ms = decode.decode_base_ms, decode.decode_per_sequence_ms
+    if not base_ms and not more_ms:
+        base_ms = decode.decode_step_ms
+    pair = Pair(p or d, d or p, base_ms / 1000, more_ms / 1000, for_prefill, for_decode)
     end = min(last, tokens - round(best_share(pair) * (tokens - matched)))
     return matched if is_mostly_cached(tokens, tokens - (end - matched)) else end
 
 
 @dataclass(frozen=True, slots=True)
 class Pair:
-    """Prefill rates in tokens/s, > 0; a step of the decode engine's outputs alone in seconds; what comes for the two."""
+    """Prefill rates in tokens/s, > 0; seconds of a step of the decode engine's outputs alone, and what each output adds to
+    them; what comes for the two."""
 
     prefill_rate: float
     decode_rate: float
     step_s: float
+    output_step_s: float
     prefill: Demand
     decode: Demand
 
@@ -88,7 +94,8 @@ def mean_s(pair: Pair, share: float) -> float:
     The prefill engine's queue and its part ``s = (1 - share) * tokens / prefill_rate``; the decode engine's queue and its
     part, which takes ``1 + b / (STRETCH - 1)`` times longer than alone, as outputs run beside it for the share ``b`` of the
     time; and the output, which the parts of others make ``1 / (1 - u)`` times longer, at most STRETCH times, with ``u`` the
-    decode engine's use by them. Behind a prefill engine with too much to do, they come no faster than it lets them.
+    decode engine's use by them, in steps that are as long as ``rate * output_s`` outputs (Little) make them. Behind a
+    prefill engine with too much to do, requests come no faster than it lets them.
     """
     first, second = pair.prefill, pair.decode
     part_s = (1.0 - share) * first.tokens / pair.prefill_rate
@@ -97,7 +104,12 @@ def mean_s(pair: Pair, share: float) -> float:
     coming = second.rate / max(1.0, first.rate * part_s)
     use = coming * others_s
     longer = min(STRETCH, 1.0 / (1.0 - use)) if use < 1.0 else STRETCH
-    output_s = second.output_tokens * pair.step_s * longer
+    steps = second.output_tokens * longer
+    alone_s = (
+        1.0 - steps * pair.output_step_s * coming
+    )  # the share of its steps that an output would have alone
+    most_s = steps * (pair.step_s + MOST_OUTPUTS * pair.output_step_s)
+    output_s = min(most_s, steps * pair.step_s / alone_s) if alone_s > 0.0 else most_s
     beside = min(1.0, coming * output_s)
     slower = 1.0 + beside / (STRETCH - 1.0)
     wait = wait_s(first.rate, part_s, first.variation) + wait_s(coming, others_s * slower, second.variation)

@@ -41,11 +41,12 @@ class Backlog:
             self._for_prefill.setdefault(prefill.id, Arrivals()).add(now, tokens, output_tokens)
 
     def demand(self, prefill: EngineClient, decode: EngineClient) -> tuple[Demand, Demand]:
-        """What comes for the two."""
+        """What comes for the two. What waits for the prefill engine will come to the decode engine, as from the others."""
         now, rate = self._clock(), prefill.load.prefill_tokens_per_s or decode.load.prefill_tokens_per_s
         for_prefill = self._for_prefill.get(prefill.id, Arrivals())
         for_decode = self._for_decode.get(decode.id, Arrivals())
-        return for_prefill.demand(now, rate), for_decode.demand(now, rate)
+        waiting = self.tokens(prefill) / max(1.0, for_prefill.tokens)
+        return for_prefill.demand(now, rate, waiting), for_decode.demand(now, rate, waiting)
 
     def forget(self, engine_id: str) -> None:
         """The engine is gone."""

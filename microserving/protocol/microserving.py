@@ -236,7 +236,8 @@ class EngineLoad(WireModel):
     queued_prefill_tokens: Count = 0
     prefill_tokens_per_s: Measure = 0.0
     decode_step_ms: Measure = 0.0
-    decode_alone_ms: Measure = 0.0
+    decode_base_ms: Measure = 0.0
+    decode_per_sequence_ms: Measure = 0.0
     counters: EngineCounters = EngineCounters()
 
 

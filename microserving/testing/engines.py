@@ -83,7 +83,7 @@ class ModelEngine(EngineInMemory):
             total_pages=total,
             prefill_tokens_per_s=1 / self._settings.prefill_token_s,
             decode_step_ms=1000 * self._settings.token_s,
-            decode_alone_ms=1000 * self._settings.token_s,
+            decode_base_ms=1000 * self._settings.token_s,
         )
 
     async def prep_recv(self, request: Request, *, end: int) -> Received:

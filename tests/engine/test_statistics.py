@@ -7,8 +7,9 @@ from typing import cast
 
 import pytest
 
+from microserving.engine.jobs import LoadSnapshot
 from microserving.engine.statistics import Statistics
-from microserving.scheduler import Chunk
+from microserving.scheduler import Chunk, Scheduler, SchedulerConfig
 
 
 def prompt_chunk(length: int, *, decode: bool = False) -> Chunk:
@@ -20,32 +21,52 @@ def decode() -> Chunk:
     return prompt_chunk(1, decode=True)
 
 
+def told(statistics: Statistics) -> LoadSnapshot:
+    return statistics.snapshot(Scheduler(SchedulerConfig(8, 16, 512, 8, 8, 1.0, 1.0)))
+
+
 def test_a_few_prompt_tokens_say_nothing_of_the_prefill_rate() -> None:
     """A decode engine behind a prefill engine computes one token of each prompt, in a decode's time."""
     statistics = Statistics()
-    statistics.count_step([prompt_chunk(1)], 0.02)
-    assert statistics.prefill_tokens_per_s == 0.0, (
+    statistics.count_step([prompt_chunk(1)], 0.02, 0.02)
+    assert told(statistics).prefill_tokens_per_s == 0.0, (
         "not known: 50 would keep a router from giving it anything more"
     )
     for _ in range(50):
-        statistics.count_step([prompt_chunk(200)], 0.4)
-    assert statistics.prefill_tokens_per_s == pytest.approx(500, rel=1e-3)
+        statistics.count_step([prompt_chunk(200)], 0.3, 0.4)
+    assert told(statistics).prefill_tokens_per_s == pytest.approx(500)
     for _ in range(50):
-        statistics.count_step([prompt_chunk(15)], 0.3)
-    assert statistics.prefill_tokens_per_s == pytest.approx(500, rel=1e-3)
-    statistics.count_step([prompt_chunk(8), prompt_chunk(8)], 0.16)
-    assert statistics.prefill_tokens_per_s == pytest.approx(400, rel=1e-3)  # a quarter of the way to 100
+        statistics.count_step([prompt_chunk(15)], 0.3, 0.3)
+    assert told(statistics).prefill_tokens_per_s == pytest.approx(500)
+    for _ in range(3):
+        statistics.count_step([prompt_chunk(100)], 0.9, 1.0)
+    assert 350 < told(statistics).prefill_tokens_per_s < 420  # 3 s at 100, of about 11.5 that count
 
 
 def test_prompt_tokens_beside_decodes_take_what_the_step_is_longer() -> None:
     statistics = Statistics()
-    statistics.count_step([decode(), prompt_chunk(15)], 0.05)
-    assert statistics.prefill_tokens_per_s == 0.0  # what decodes take is not known yet
-    statistics.count_step([decode()], 0.01)
-    statistics.count_step([decode(), prompt_chunk(1)], 0.02)
-    assert statistics.prefill_tokens_per_s == 0.0
-    statistics.count_step([decode(), prompt_chunk(8)], 0.03)
-    assert statistics.prefill_tokens_per_s == pytest.approx(400)  # 8 in 0.02 s
-    statistics.count_step([decode(), prompt_chunk(8)], 0.008)  # quicker than decodes alone were
-    assert statistics.prefill_tokens_per_s == pytest.approx(400 + (8 / 0.002 - 400) / 4)
-    assert statistics.decode_step_ms > 0
+    statistics.count_step([decode(), prompt_chunk(15)], 0.05, 0.05)
+    assert told(statistics).prefill_tokens_per_s == 0.0  # what decodes take is not known yet
+    statistics.count_step([decode()], 0.008, 0.01)
+    assert (told(statistics).decode_base_ms, told(statistics).decode_per_sequence_ms) == (
+        pytest.approx(10),
+        0.0,
+    )
+    statistics.count_step([decode(), prompt_chunk(1)], 0.02, 0.02)
+    assert told(statistics).prefill_tokens_per_s == 0.0
+    statistics.count_step([decode(), prompt_chunk(8)], 0.02, 0.03)
+    assert told(statistics).prefill_tokens_per_s == pytest.approx(400)  # 8 in 0.02 s
+    statistics.count_step([decode(), prompt_chunk(8)], 0.008, 0.008)  # quicker than decodes alone were
+    assert told(statistics).prefill_tokens_per_s == pytest.approx(16 / 0.022, rel=1e-3)
+    assert told(statistics).decode_step_ms == pytest.approx(118 / 5, rel=1e-2)
+
+
+def test_a_step_of_decodes_is_told_as_a_line() -> None:
+    statistics = Statistics()
+    for decodes in (1, 2, 4, 6) * 20:
+        statistics.count_step([decode()] * decodes, 0.01, 0.01 + 0.004 * decodes)
+    line = told(statistics)
+    assert line.decode_base_ms == pytest.approx(10, rel=0.05)
+    assert line.decode_per_sequence_ms == pytest.approx(4, rel=0.05)
+    statistics.count_step([decode()] * 6 + [prompt_chunk(20)], 0.01, 0.01 + 0.024 + 0.04)
+    assert told(statistics).prefill_tokens_per_s == pytest.approx(500, rel=0.05)
