@@ -1,5 +1,5 @@
-"""Averages over an engine's last steps, as it tells them. Old steps fade with the time that newer ones took, so that many
-short ones weigh no more than one long one. Pure: seconds are handed in."""
+"""Averages over an engine's last steps, as it tells them. Old steps fade with the time that newer ones took. Pure: seconds
+are handed in."""
 
 from __future__ import annotations
 

@@ -30,6 +30,10 @@ from microserving.scheduler import Sequence as TokenSequence
 
 logger = logging.getLogger(__name__)
 
+_LEAST_STEP_S = 1e-6
+_MOST_BETWEEN_S = 0.1
+"""What passes between two steps counts as the engine's pace up to here, or up to the step's own time: more is a stall."""
+
 Event = Callable[[], None]
 
 
@@ -45,9 +49,8 @@ class Books:
         self._kv_bytes_per_token = kv_bytes_per_token
         self._clock = clock
         self._tasks: dict[TokenSequence, Task] = {}
-        self._since: float | None = (
-            None  # when the step that runs began, or the one before ended; None: nothing ran
-        )
+        # When the step that runs began, or the one before it ended; None: nothing ran before it.
+        self._since: float | None = None
 
     # --- requests --------------------------------------------------------------------------------------------
 
@@ -134,7 +137,9 @@ class Books:
         """Account for the step. events: gets what its requests are to be told, one by one, so that whatever goes wrong
         here costs nobody an ending."""
         sampled = iter(result.sampled)
-        if not result.failed:
+        if result.failed:
+            self._since = None
+        else:
             self._count_step([work.chunk for work in batch], result.times)
         self.scheduler.complete(ok=not result.failed, bad=_failed_samples(batch, result))
         for index, work in enumerate(batch):
@@ -171,8 +176,9 @@ class Books:
             events.append(self.end(self._tasks[sequence], error))
 
     def _count_step(self, chunks: Sequence[Chunk], times: StepTimes) -> None:
-        seconds, now = max((times.end_ns - times.begin_ns) / 1e9, 1e-9), self._clock()
-        whole_s = seconds if self._since is None else max(seconds, now - self._since)
+        seconds, now = max((times.end_ns - times.begin_ns) / 1e9, _LEAST_STEP_S), self._clock()
+        between_s = 0.0 if self._since is None else now - self._since - seconds
+        whole_s = seconds + min(max(between_s, 0.0), max(seconds, _MOST_BETWEEN_S))
         self._since = now
         self.statistics.count_step(chunks, seconds, whole_s)
         tokens, position = prefilled(chunks)

@@ -85,7 +85,8 @@ def best_share(pair: Pair) -> float:
     """The least share with which requests take about the least time (``NO_MATTER``)."""
     times = [mean_s(pair, step / SHARES) for step in range(SHARES + 1)]
     most = (1.0 + NO_MATTER) * min(times)
-    return next((step for step, time in enumerate(times) if time <= most), 0) / SHARES
+    good = (step for step, time in enumerate(times) if time <= most)
+    return next(good, 0) / SHARES  # none: with numbers at the ends of what a float holds a time may be nan
 
 
 def mean_s(pair: Pair, share: float) -> float:
@@ -94,8 +95,8 @@ def mean_s(pair: Pair, share: float) -> float:
     The prefill engine's queue and its part ``s = (1 - share) * tokens / prefill_rate``; the decode engine's queue and its
     part, which takes ``1 + b / (STRETCH - 1)`` times longer than alone, as outputs run beside it for the share ``b`` of the
     time; and the output, which the parts of others make ``1 / (1 - u)`` times longer, at most STRETCH times, with ``u`` the
-    decode engine's use by them, in steps that are as long as ``rate * output_s`` outputs (Little) make them. Behind a
-    prefill engine with too much to do, requests come no faster than it lets them.
+    decode engine's use by them, in steps that are as long as it and ``rate * output_s`` others (Little) make them, but no
+    more than MOST_OUTPUTS. Behind a prefill engine with too much to do, requests come no faster than it lets them.
     """
     first, second = pair.prefill, pair.decode
     part_s = (1.0 - share) * first.tokens / pair.prefill_rate
@@ -105,11 +106,10 @@ def mean_s(pair: Pair, share: float) -> float:
     use = coming * others_s
     longer = min(STRETCH, 1.0 / (1.0 - use)) if use < 1.0 else STRETCH
     steps = second.output_tokens * longer
-    alone_s = (
-        1.0 - steps * pair.output_step_s * coming
-    )  # the share of its steps that an output would have alone
+    alone = 1.0 - steps * pair.output_step_s * coming
     most_s = steps * (pair.step_s + MOST_OUTPUTS * pair.output_step_s)
-    output_s = min(most_s, steps * pair.step_s / alone_s) if alone_s > 0.0 else most_s
+    one_s = steps * (pair.step_s + pair.output_step_s)
+    output_s = min(most_s, one_s / alone) if alone > 0.0 else most_s
     beside = min(1.0, coming * output_s)
     slower = 1.0 + beside / (STRETCH - 1.0)
     wait = wait_s(first.rate, part_s, first.variation) + wait_s(coming, others_s * slower, second.variation)

@@ -26,6 +26,7 @@ PROTOCOL_VERSION: Final = 1
 
 Index = Annotated[int, Field(ge=-(2**31), le=INT32_MAX)]
 Count = Annotated[int, Field(ge=0, le=2**53)]
+Total = Annotated[int, Field(ge=0)]
 Measure = Annotated[float, Field(ge=0, le=1e12)]
 """Of speed or time, in any unit. Beyond it something is broken."""
 RequestId = Annotated[str, Field(min_length=1, max_length=MAX_NAME_CHARS)]
@@ -203,19 +204,19 @@ class EngineInfo(WireModel):
 class EngineCounters(WireModel):
     """Totals since the engine started (``engine.jobs.Counters``)."""
 
-    prompt_tokens_computed: Count = 0
-    recomputed_tokens: Count = 0
-    output_tokens: Count = 0
-    tokens_sent: Count = 0
-    bytes_sent: Count = 0
-    tokens_received: Count = 0
-    requests_finished: dict[str, Count] = Field(default_factory=dict)
-    aborts: Count = 0
-    preemptions: Count = 0
-    leases_expired: Count = 0
-    prefix_query_tokens: Count = 0
-    prefix_hit_tokens: Count = 0
-    evicted_pages: Count = 0
+    prompt_tokens_computed: Total = 0
+    recomputed_tokens: Total = 0
+    output_tokens: Total = 0
+    tokens_sent: Total = 0
+    bytes_sent: Total = 0
+    tokens_received: Total = 0
+    requests_finished: dict[str, Total] = Field(default_factory=dict)
+    aborts: Total = 0
+    preemptions: Total = 0
+    leases_expired: Total = 0
+    prefix_query_tokens: Total = 0
+    prefix_hit_tokens: Total = 0
+    evicted_pages: Total = 0
 
 
 class EngineLoad(WireModel):

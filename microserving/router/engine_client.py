@@ -218,10 +218,8 @@ class HttpEngineClient(EngineClient):
 
     async def _probe_verbs(self, connect_timeout_s: float) -> wire.EngineInfo:
         """Of an engine that cannot be asked what it is: any answer shows that it lives."""
-        http, self._load = (
-            self._http,
-            EngineLoad(),
-        )  # a new one: what was sent there counts no longer as waiting
+        http = self._http
+        self._load = EngineLoad()  # a new one: what was sent there counts no longer as waiting
         if self.info is None or self.info.model_hash:  # another program may have taken its place
             verb = _START_GENERATE
             if not await http.knows(verb, connect_timeout_s=connect_timeout_s):

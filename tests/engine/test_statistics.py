@@ -7,7 +7,10 @@ from typing import cast
 
 import pytest
 
-from microserving.engine.jobs import LoadSnapshot
+from microserving.engine.books import Books
+from microserving.engine.execution import StepResult
+from microserving.engine.jobs import LoadSnapshot, StepTimes
+from microserving.engine.pacing import Pacer
 from microserving.engine.statistics import Statistics
 from microserving.scheduler import Chunk, Scheduler, SchedulerConfig
 
@@ -70,3 +73,26 @@ def test_a_step_of_decodes_is_told_as_a_line() -> None:
     assert line.decode_per_sequence_ms == pytest.approx(4, rel=0.05)
     statistics.count_step([decode()] * 6 + [prompt_chunk(20)], 0.01, 0.01 + 0.024 + 0.04)
     assert told(statistics).prefill_tokens_per_s == pytest.approx(500, rel=0.05)
+
+
+def test_what_passes_between_steps_counts_unless_it_is_a_stall() -> None:
+    now = 0.0
+    scheduler = Scheduler(SchedulerConfig(8, 16, 512, 8, 8, 1.0, 1.0))
+    books = Books(scheduler, Pacer(2.5), 64, lambda: now)
+
+    def step(model_s: float, whole_s: float) -> float:
+        """Decodes alone; returns what they are told to take, in milliseconds."""
+        nonlocal now
+        now += whole_s
+        books._count_step([decode()], StepTimes(0, round(model_s * 1e9), None))
+        return told(books.statistics).decode_step_ms
+
+    assert step(0.02, 5.0) == pytest.approx(20), "the engine slept before the first"
+    books._since = now
+    assert step(0.02, 0.04) == pytest.approx(30, rel=0.01)
+    for _ in range(500):
+        step(0.02, 0.03)
+    assert step(0.02, 60.0) == pytest.approx(30, rel=0.05)
+    assert books.statistics.timings().steps["decode"].total == pytest.approx(503 * 0.02)
+    books.complete([], StepResult(StepTimes(0, 0, None), failed=True), [])
+    assert books._since is None

@@ -152,10 +152,11 @@ def test_every_split_is_a_legal_one(
 
 
 def test_outputs_that_make_each_other_longer() -> None:
-    """An output of 100 steps of 5 ms and 5 ms for each output: one that takes 1 s meets one other a second, for
-    100 * (5 + 5 * 1) ms = 1 s. More than two a second would wait for each other without end."""
+    """An output of 100 steps of 5 ms and 5 ms for each output: at one a second it takes 2 s, as it meets two others, for
+    100 * (5 + 5 * 3) ms = 2 s. At three a second they would wait for each other without end."""
     here, there = Demand(tokens=1000, output_tokens=100), Demand(1.0, 0, output_tokens=100)
-    assert mean_s(Pair(100, 100, 0.005, 0.005, here, there), 0.0) == pytest.approx(10.0 + 1.0)
+    assert mean_s(Pair(100, 100, 0.005, 0.005, here, there), 0.0) == pytest.approx(10.0 + 2.0)
+    assert mean_s(Pair(100, 100, 0.0, 0.005, here, there), 0.0) == pytest.approx(10.0 + 1.0)
     there = Demand(3.0, 0, output_tokens=100)
     assert mean_s(Pair(100, 100, 0.005, 0.005, here, there), 0.0) == pytest.approx(10 + 100 * 0.005 * 33)
 

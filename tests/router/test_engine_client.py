@@ -21,7 +21,7 @@ from microserving.errors import (
 )
 from microserving.program import EngineLoad, GenerationChunk, Received, Request, SamplingParams, StopParams
 from microserving.program.testing import collect, make_request
-from microserving.protocol.microserving import EngineInfo, TokenizerDocument
+from microserving.protocol.microserving import EngineCounters, EngineInfo, TokenizerDocument
 from microserving.router.engine_client import EngineTimeouts, HttpEngineClient
 from microserving.router.in_flight import InFlight
 from microserving.tokenizer import Tokenizer
@@ -325,6 +325,11 @@ def test_the_router_asks_for_itself() -> None:
             await client.probe(1.0)
 
     with_engine(scenario, identified=False)
+
+
+def test_totals_have_no_bound() -> None:
+    """Of bytes a fast link sends any number in time."""
+    assert EngineCounters(bytes_sent=2**60).bytes_sent == 2**60
 
 
 @pytest.mark.parametrize(
