@@ -21,7 +21,10 @@ SHARES = 40
 HORIZON = 96
 """So many requests are looked ahead: a queue that grows without end is as long as it is then."""
 STRETCH = 2.5
-"""Prompt tokens make a step with outputs so many times longer (an engine's default ``max_itl_ratio``)."""
+"""Prompt tokens make a step with outputs so many times longer (an engine's default ``max_itl_ratio``), as long as an engine
+has not told it."""
+LEAST_STRETCH = 1.2
+MOST_STRETCH = 10.0
 MOST_OUTPUTS = 32
 """At a time, on one engine."""
 NO_MATTER = 0.01
@@ -63,22 +66,33 @@ def balanced_end(
     base_ms, more_ms = decode.decode_base_ms, decode.decode_per_sequence_ms
     if not base_ms and not more_ms:
         base_ms = decode.decode_step_ms
-    pair = Pair(p or d, d or p, base_ms / 1000, more_ms / 1000, for_prefill, for_decode)
+    stretch = stretch_of(d, decode.mixed_prefill_tokens_per_s)
+    pair = Pair(p or d, d or p, stretch, base_ms / 1000, more_ms / 1000, for_prefill, for_decode)
     end = min(last, tokens - round(best_share(pair) * (tokens - matched)))
     return matched if is_mostly_cached(tokens, tokens - (end - matched)) else end
 
 
 @dataclass(frozen=True, slots=True)
 class Pair:
-    """Prefill rates in tokens/s, > 0; seconds of a step of the decode engine's outputs alone, and what each output adds to
-    them; what comes for the two."""
+    """Prefill rates in tokens/s, > 0, without the time of outputs in the same steps; how many times longer prompt tokens make
+    such a step, > 1; seconds of a step of the decode engine's outputs alone, and what each output adds to them; what comes
+    for the two."""
 
     prefill_rate: float
     decode_rate: float
+    stretch: float
     step_s: float
     output_step_s: float
     prefill: Demand
     decode: Demand
+
+
+def stretch_of(alone: float, mixed: float) -> float:
+    """How many times longer prompt tokens make a step with outputs, from an engine's prefill rates in tokens/s: without the
+    time of the outputs, and with it. 0.0 = unknown."""
+    if alone < LEAST_RATE or mixed < LEAST_RATE:
+        return STRETCH
+    return 1.0 / (1.0 - min(max(mixed / alone, 1.0 - 1.0 / LEAST_STRETCH), 1.0 - 1.0 / MOST_STRETCH))
 
 
 def best_share(pair: Pair) -> float:
@@ -93,8 +107,8 @@ def mean_s(pair: Pair, share: float) -> float:
     """The mean time of a request when the decode engine computes this share of every prompt.
 
     The prefill engine's queue and its part ``s = (1 - share) * tokens / prefill_rate``; the decode engine's queue and its
-    part, which takes ``1 + b / (STRETCH - 1)`` times longer than alone, as outputs run beside it for the share ``b`` of the
-    time; and the output, which the parts of others make ``1 / (1 - u)`` times longer, at most STRETCH times, with ``u`` the
+    part, which takes ``1 + b / (stretch - 1)`` times longer than alone, as outputs run beside it for the share ``b`` of the
+    time; and the output, which the parts of others make ``1 / (1 - u)`` times longer, at most ``stretch`` times, with ``u`` the
     decode engine's use by them, in steps that are as long as it and ``rate * output_s`` others (Little) make them, but no
     more than MOST_OUTPUTS. Behind a prefill engine with too much to do, requests come no faster than it lets them.
     """
@@ -104,14 +118,14 @@ def mean_s(pair: Pair, share: float) -> float:
     others_s = share * second.tokens / pair.decode_rate
     coming = second.rate / max(1.0, first.rate * part_s)
     use = coming * others_s
-    longer = min(STRETCH, 1.0 / (1.0 - use)) if use < 1.0 else STRETCH
+    longer = min(pair.stretch, 1.0 / (1.0 - use)) if use < 1.0 else pair.stretch
     steps = second.output_tokens * longer
     alone = 1.0 - steps * pair.output_step_s * coming
     most_s = steps * (pair.step_s + MOST_OUTPUTS * pair.output_step_s)
     one_s = steps * (pair.step_s + pair.output_step_s)
     output_s = min(most_s, one_s / alone) if alone > 0.0 else most_s
     beside = min(1.0, coming * output_s)
-    slower = 1.0 + beside / (STRETCH - 1.0)
+    slower = 1.0 + beside / (pair.stretch - 1.0)
     wait = wait_s(first.rate, part_s, first.variation) + wait_s(coming, others_s * slower, second.variation)
     return wait + part_s + moved_s * slower + output_s
 

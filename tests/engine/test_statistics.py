@@ -62,6 +62,7 @@ def test_prompt_tokens_beside_decodes_take_what_the_step_is_longer() -> None:
     statistics.count_step([decode(), prompt_chunk(8)], 0.008, 0.008)  # quicker than decodes alone were
     assert told(statistics).prefill_tokens_per_s == pytest.approx(16 / 0.022, rel=1e-3)
     assert told(statistics).decode_step_ms == pytest.approx(118 / 5, rel=1e-2)
+    assert told(statistics).mixed_prefill_tokens_per_s == pytest.approx(16 / 0.038, rel=1e-2)
 
 
 def test_a_step_of_decodes_is_told_as_a_line() -> None:

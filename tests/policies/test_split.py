@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from microserving.policies import Arrivals, Demand, EngineLoad, balanced_end
 from microserving.policies.demand import MAX_OUTPUT_TOKENS, WAITING
-from microserving.policies.split import HORIZON, STRETCH, Pair, mean_s, wait_s
+from microserving.policies.split import HORIZON, STRETCH, Pair, mean_s, stretch_of, wait_s
 
 rates = st.floats(10, 5000)
 demands = st.builds(
@@ -41,8 +41,8 @@ def test_the_wait_is_that_of_the_textbook(monkeypatch: pytest.MonkeyPatch) -> No
 def test_the_time_of_a_request() -> None:
     """Nobody else: 800 tokens at 400/s, 200 at 100/s, 10 steps of 50 ms."""
     one = Demand(tokens=1000, output_tokens=10)
-    assert mean_s(Pair(400, 100, 0.05, 0.0, one, one), 0.2) == pytest.approx(2.0 + 2.0 + 0.5)
-    assert mean_s(Pair(400, 100, 0.05, 0.0, one, one), 0.0) == pytest.approx(2.5 + 0.5)
+    assert mean_s(Pair(400, 100, STRETCH, 0.05, 0.0, one, one), 0.2) == pytest.approx(2.0 + 2.0 + 0.5)
+    assert mean_s(Pair(400, 100, STRETCH, 0.05, 0.0, one, one), 0.0) == pytest.approx(2.5 + 0.5)
 
 
 def test_others_on_the_decode_engine() -> None:
@@ -51,14 +51,25 @@ def test_others_on_the_decode_engine() -> None:
     here, there = Demand(tokens=1000, output_tokens=10), Demand(0.5, 1000, output_tokens=10)
     part = 0.5 * (1 + 0.2 / (STRETCH - 1))
     expected = 2.0 + part + wait_s(0.5, part, 0.0) + 0.4
-    assert mean_s(Pair(400, 400, 0.03, 0.0, here, there), 0.2) == pytest.approx(expected)
+    assert mean_s(Pair(400, 400, STRETCH, 0.03, 0.0, here, there), 0.2) == pytest.approx(expected)
+
+
+def test_prompt_tokens_stretch_a_step_as_the_engine_tells() -> None:
+    """400/s without the time of outputs, 200/s with it: a step is half outputs, half prompt."""
+    assert stretch_of(400, 200) == pytest.approx(2.0)
+    assert stretch_of(400, 0) == stretch_of(0, 200) == STRETCH
+    assert 1.0 < stretch_of(400, 1) < 1.5  # told between two looks at other steps: within reason
+    assert stretch_of(400, 4000) == pytest.approx(10.0)
+    came = Demand(1.0, 1000, output_tokens=10)
+    expected = wait_s(1.0, 2.0, 0.0) + 2.0 + wait_s(0.5, 2.0, 0.0) + 2.0 + 2.0
+    assert mean_s(Pair(250, 500, 2.0, 0.1, 0.0, came, came), 0.5) == pytest.approx(expected)
 
 
 def test_each_engine_has_a_queue_of_its_own() -> None:
     """Half of a prompt of 1,000 here is 2.5 s; there it is 5 s, but of those that come there 2 s."""
     here, there = Demand(0.1, 1000, variation=0.5), Demand(0.2, 400, variation=2.0)
     expected = wait_s(0.1, 2.5, 0.5) + 2.5 + wait_s(0.2, 2.0, 2.0) + 5.0
-    assert mean_s(Pair(200, 100, 0.0, 0.0, here, there), 0.5) == pytest.approx(expected)
+    assert mean_s(Pair(200, 100, STRETCH, 0.0, 0.0, here, there), 0.5) == pytest.approx(expected)
 
 
 def test_what_does_not_get_through_the_prefill_engine_does_not_come_to_the_other() -> None:
@@ -67,14 +78,14 @@ def test_what_does_not_get_through_the_prefill_engine_does_not_come_to_the_other
     came = Demand(1.0, 1000, output_tokens=10)
     slower = 1 + 1 / (STRETCH - 1)
     expected = wait_s(1.0, 2.0, 0.0) + 2.0 + wait_s(0.5, slower, 0.0) + slower + 2.0
-    assert mean_s(Pair(250, 500, 0.1, 0.0, came, came), 0.5) == pytest.approx(expected)
+    assert mean_s(Pair(250, 500, STRETCH, 0.1, 0.0, came, came), 0.5) == pytest.approx(expected)
 
 
 def test_parts_make_an_output_no_longer_than_the_engine_lets_them() -> None:
     came = Demand(1.0, 1000, output_tokens=10)
     slower = 1 + 1 / (STRETCH - 1)
     expected = wait_s(1.0, 2 * slower, 0.0) + 2 * slower + STRETCH
-    assert mean_s(Pair(1e9, 500, 0.1, 0.0, came, came), 1.0) == pytest.approx(expected)
+    assert mean_s(Pair(1e9, 500, STRETCH, 0.1, 0.0, came, came), 1.0) == pytest.approx(expected)
 
 
 @pytest.mark.parametrize(
@@ -155,10 +166,12 @@ def test_outputs_that_make_each_other_longer() -> None:
     """An output of 100 steps of 5 ms and 5 ms for each output: at one a second it takes 2 s, as it meets two others, for
     100 * (5 + 5 * 3) ms = 2 s. At three a second they would wait for each other without end."""
     here, there = Demand(tokens=1000, output_tokens=100), Demand(1.0, 0, output_tokens=100)
-    assert mean_s(Pair(100, 100, 0.005, 0.005, here, there), 0.0) == pytest.approx(10.0 + 2.0)
-    assert mean_s(Pair(100, 100, 0.0, 0.005, here, there), 0.0) == pytest.approx(10.0 + 1.0)
+    assert mean_s(Pair(100, 100, STRETCH, 0.005, 0.005, here, there), 0.0) == pytest.approx(10.0 + 2.0)
+    assert mean_s(Pair(100, 100, STRETCH, 0.0, 0.005, here, there), 0.0) == pytest.approx(10.0 + 1.0)
     there = Demand(3.0, 0, output_tokens=100)
-    assert mean_s(Pair(100, 100, 0.005, 0.005, here, there), 0.0) == pytest.approx(10 + 100 * 0.005 * 33)
+    assert mean_s(Pair(100, 100, STRETCH, 0.005, 0.005, here, there), 0.0) == pytest.approx(
+        10 + 100 * 0.005 * 33
+    )
 
 
 def test_a_step_that_prompts_made_longer_counts_where_no_other_is_known() -> None:

@@ -101,7 +101,10 @@ def auto() -> Split:
         now = pair.now
         prefill.load = EngineLoad(prefill_tokens_per_s=RATE)
         decode.load = EngineLoad(
-            prefill_tokens_per_s=pair.decode_rate, decode_base_ms=15.0, decode_per_sequence_ms=2.0
+            prefill_tokens_per_s=pair.decode_rate,
+            mixed_prefill_tokens_per_s=pair.decode_rate * (1 - 1 / MAX_ITL_RATIO),
+            decode_base_ms=15.0,
+            decode_per_sequence_ms=2.0,
         )
         return cluster.balanced_end(REQUEST, 0, prefill, decode)
 
