@@ -10,7 +10,7 @@ KEPT = 32
 """Prompts that tell what comes; none that came longer ago than so many take an engine to compute."""
 FEW = 4
 """Fewer say nothing of how often they come."""
-WAITING = 8.0
+WAITING = 12.0
 """What waits is to be done soon: one such prompt counts as so many that came of late."""
 LEAST_S = 1e-3
 """All that come at once came within so long."""

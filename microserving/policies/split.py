@@ -18,7 +18,7 @@ MOSTLY_CACHED = 0.9
 """From this share of a prompt on, handing the rest over to another engine costs more than it saves."""
 SHARES = 40
 """How many shares above 0 are tried."""
-HORIZON = 96
+HORIZON = 64
 """So many requests are looked ahead: a queue that grows without end is as long as it is then."""
 STRETCH = 2.5
 """Prompt tokens make a step with outputs so many times longer (an engine's default ``max_itl_ratio``), as long as an engine
@@ -27,8 +27,8 @@ LEAST_STRETCH = 1.2
 MOST_STRETCH = 10.0
 MOST_OUTPUTS = 32
 """At a time, on one engine."""
-NO_MATTER = 0.01
-"""Of the least mean time: what a smaller share may cost, as it leaves the outputs on the decode engine alone."""
+NO_MATTER = 0.02
+"""Of the least mean time: what a smaller share may cost. It leaves the outputs on the decode engine alone, and engines that\nhave not worked hard yet tell a better pace than they have under load."""
 LEAST_RATE = 1e-3
 """Tokens/s. What an engine tells below it counts as unknown."""
 
