@@ -117,10 +117,10 @@ class LoadSnapshot:
     cached_pages: ``pinned`` (in use, too) plus ``evictable`` (at once). running, waiting: sequences (generations and
     sends). reserved: live leases; leases: their state (``issued``, ``writing``, ``arrived``) -> number.
     queued_prefill_tokens: still to be computed, without what the cache was seen to have. prefill_tokens_per_s (without the
-    time of decodes beside them), mixed_prefill_tokens_per_s (in steps with decodes, with their time) and decode_step_ms (of
-    a step with decodes, whatever is beside them): averages over the last steps; a step of n decodes alone takes about
-    decode_base_ms + n * decode_per_sequence_ms. All of these have what passes between steps, and are 0.0 while there were
-    none.
+    time of decodes beside them) and decode_step_ms (of a step with decodes, whatever is beside them): averages over the
+    last steps; a step of n decodes alone takes about decode_base_ms + n * decode_per_sequence_ms, and one that has prompt
+    tokens, too, mixed_step_stretch times as long. All of these have what passes between steps, and are 0.0 while there
+    were none.
     """
 
     running: int
@@ -137,8 +137,8 @@ class LoadSnapshot:
     total_pages: int
     queued_prefill_tokens: int
     prefill_tokens_per_s: float
-    mixed_prefill_tokens_per_s: float
     decode_step_ms: float
     decode_base_ms: float
     decode_per_sequence_ms: float
+    mixed_step_stretch: float
     counters: Counters

@@ -44,7 +44,9 @@ class Statistics:
         self.leases_expired = 0
         self.finished = dict.fromkeys(("stop", "length", "preempt", "sent", "abort", "deadline", "error"), 0)
         self._prefill = Rate()
-        self._mixed_prefill = Rate()
+        self._stretch = (
+            Rate()
+        )  # of steps with prompt tokens beside decodes, per what the decodes alone would take
         self._steps_with_decodes = Rate()
         self._decodes_alone = DecodeTime()
         self._steps = {kind: Histogram(STEP_BUCKETS) for kind in ("decode", "prefill", "mixed")}
@@ -64,8 +66,8 @@ class Statistics:
         beside_s = self._decodes_alone.at(decodes) if decodes else 0.0
         if prefilled >= (_TELLING_BESIDE_DECODES if beside_s else _TELLING_TOKENS):
             self._prefill.observe(prefilled, max(whole_s - beside_s, _LEAST_SHARE * whole_s))
-            if decodes:
-                self._mixed_prefill.observe(prefilled, whole_s)
+            if beside_s:
+                self._stretch.observe(whole_s, beside_s)
         if decodes and not prefilled:
             self._decodes_alone.observe(decodes, whole_s)
         if decodes:
@@ -107,10 +109,10 @@ class Statistics:
             total_pages=pages.total,
             queued_prefill_tokens=sum(s.work_ahead for s in sequences if s.state is not SequenceState.DECODE),
             prefill_tokens_per_s=self._prefill.per_s,
-            mixed_prefill_tokens_per_s=self._mixed_prefill.per_s,
             decode_step_ms=1e3 / self._steps_with_decodes.per_s if self._steps_with_decodes.per_s else 0.0,
             decode_base_ms=self._decodes_alone.base_s * 1e3,
             decode_per_sequence_ms=self._decodes_alone.per_decode_s * 1e3,
+            mixed_step_stretch=self._stretch.per_s,
             counters=self._counters(scheduler),
         )
 

@@ -13,9 +13,9 @@ class EngineLoad:
 
     Counts of sequences, pages or tokens as named; all zero until the engine was asked for the first time.
     cached_pages: in the prefix cache, of which pinned_pages are in use now and evictable_pages can be had at once.
-    prefill_tokens_per_s (without the time of decodes in the same steps), mixed_prefill_tokens_per_s (in steps with decodes,
-    with their time) and decode_step_ms (of a step with decodes) are measured, 0.0 while the engine has not worked so yet; a
-    step of n decodes alone takes about decode_base_ms + n * decode_per_sequence_ms.
+    prefill_tokens_per_s (without the time of decodes in the same steps) and decode_step_ms (of a step with decodes) are
+    measured, 0.0 while the engine has not worked yet; a step of n decodes alone takes about decode_base_ms + n *
+    decode_per_sequence_ms, and one that has prompt tokens, too, mixed_step_stretch times as long.
     """
 
     running: int = 0
@@ -28,10 +28,10 @@ class EngineLoad:
     total_pages: int = 0
     queued_prefill_tokens: int = 0
     prefill_tokens_per_s: float = 0.0
-    mixed_prefill_tokens_per_s: float = 0.0
     decode_step_ms: float = 0.0
     decode_base_ms: float = 0.0
     decode_per_sequence_ms: float = 0.0
+    mixed_step_stretch: float = 0.0
 
     @property
     def free_memory(self) -> float:

@@ -2,8 +2,8 @@
 
 A share of each prompt is moved to the decode engine, and about the same share of all: what counts is less how long the
 queues are at this moment, since they are others when the decode engine comes to its part, than what the engines have to do
-in the mean. So the two are seen as queues, and the share is the one at which a request takes the least time in the mean, from its
-arrival to its last token. Seconds throughout.
+in the mean. So the two are seen as queues, and the share is one at which a request takes about the least time in the mean, from
+its arrival to its last token. Seconds throughout.
 """
 
 from __future__ import annotations
@@ -22,13 +22,16 @@ HORIZON = 64
 """So many requests are looked ahead: a queue that grows without end is as long as it is then."""
 STRETCH = 2.5
 """Prompt tokens make a step with outputs so many times longer (an engine's default ``max_itl_ratio``), as long as an engine
-has not told it."""
+has not told."""
 LEAST_STRETCH = 1.2
+"""Told less than that counts as that: prompt tokens have some part of every step."""
 MOST_STRETCH = 10.0
+"""Told more than that counts as that: one stalled step does not stand for all."""
 MOST_OUTPUTS = 32
 """At a time, on one engine."""
 NO_MATTER = 0.02
-"""Of the least mean time: what a smaller share may cost. It leaves the outputs on the decode engine alone, and engines that\nhave not worked hard yet tell a better pace than they have under load."""
+"""Of the least mean time: what a smaller share may cost. It leaves the outputs on the decode engine alone, and engines that
+have not worked hard yet tell a better pace than they have under load."""
 LEAST_RATE = 1e-3
 """Tokens/s. What an engine tells below it counts as unknown."""
 
@@ -46,7 +49,7 @@ def balanced_end(
     for_prefill: Demand,
     for_decode: Demand,
 ) -> int:
-    """Where to split a prompt so that requests take the least time in the mean (``mean_s``).
+    """Where to split a prompt so that requests take about the least time in the mean (``mean_s``).
 
     tokens: the prompt's length, >= 1. matched: how many leading ones the decode engine has cached. for_prefill, for_decode:
     what comes for them, this prompt included.
@@ -66,7 +69,8 @@ def balanced_end(
     base_ms, more_ms = decode.decode_base_ms, decode.decode_per_sequence_ms
     if not base_ms and not more_ms:
         base_ms = decode.decode_step_ms
-    stretch = stretch_of(d, decode.mixed_prefill_tokens_per_s)
+    stretch = decode.mixed_step_stretch
+    stretch = min(max(stretch, LEAST_STRETCH), MOST_STRETCH) if stretch else STRETCH
     pair = Pair(p or d, d or p, stretch, base_ms / 1000, more_ms / 1000, for_prefill, for_decode)
     end = min(last, tokens - round(best_share(pair) * (tokens - matched)))
     return matched if is_mostly_cached(tokens, tokens - (end - matched)) else end
@@ -85,14 +89,6 @@ class Pair:
     output_step_s: float
     prefill: Demand
     decode: Demand
-
-
-def stretch_of(alone: float, mixed: float) -> float:
-    """How many times longer prompt tokens make a step with outputs, from an engine's prefill rates in tokens/s: without the
-    time of the outputs, and with it. 0.0 = unknown."""
-    if alone < LEAST_RATE or mixed < LEAST_RATE:
-        return STRETCH
-    return 1.0 / (1.0 - min(max(mixed / alone, 1.0 - 1.0 / LEAST_STRETCH), 1.0 - 1.0 / MOST_STRETCH))
 
 
 def best_share(pair: Pair) -> float:

@@ -236,10 +236,10 @@ class EngineLoad(WireModel):
     total_pages: Count = 0
     queued_prefill_tokens: Count = 0
     prefill_tokens_per_s: Measure = 0.0
-    mixed_prefill_tokens_per_s: Measure = 0.0
     decode_step_ms: Measure = 0.0
     decode_base_ms: Measure = 0.0
     decode_per_sequence_ms: Measure = 0.0
+    mixed_step_stretch: Measure = 0.0
     counters: EngineCounters = EngineCounters()
 
 

@@ -62,7 +62,22 @@ def test_prompt_tokens_beside_decodes_take_what_the_step_is_longer() -> None:
     statistics.count_step([decode(), prompt_chunk(8)], 0.008, 0.008)  # quicker than decodes alone were
     assert told(statistics).prefill_tokens_per_s == pytest.approx(16 / 0.022, rel=1e-3)
     assert told(statistics).decode_step_ms == pytest.approx(118 / 5, rel=1e-2)
-    assert told(statistics).mixed_prefill_tokens_per_s == pytest.approx(16 / 0.038, rel=1e-2)
+
+
+def test_how_much_longer_prompt_tokens_make_a_step_is_told() -> None:
+    """Once it is known what decodes alone take, and of the same steps."""
+    statistics = Statistics()
+    for _ in range(50):
+        statistics.count_step([decode(), prompt_chunk(40)], 0.1, 0.1)
+    assert told(statistics).mixed_step_stretch == 0.0
+    statistics.count_step([decode()], 0.04, 0.04)
+    for _ in range(50):
+        statistics.count_step([decode(), prompt_chunk(40)], 0.1, 0.1)
+    assert told(statistics).mixed_step_stretch == pytest.approx(2.5, rel=1e-3)
+    for _ in range(50):
+        statistics.count_step([prompt_chunk(200)], 0.2, 0.2)
+        statistics.count_step([decode()], 0.04, 0.04)
+    assert told(statistics).mixed_step_stretch == pytest.approx(2.5, rel=1e-3)
 
 
 def test_a_step_of_decodes_is_told_as_a_line() -> None:

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from microserving.policies import Arrivals, Demand, EngineLoad, balanced_end
 from microserving.policies.demand import MAX_OUTPUT_TOKENS, WAITING
-from microserving.policies.split import HORIZON, STRETCH, Pair, mean_s, stretch_of, wait_s
+from microserving.policies.split import HORIZON, SHARES, STRETCH, Pair, mean_s, wait_s
 
 rates = st.floats(10, 5000)
 demands = st.builds(
@@ -33,7 +33,7 @@ def test_the_wait_is_that_of_the_textbook(monkeypatch: pytest.MonkeyPatch) -> No
     assert wait_s(0.5, 1.0, 1.0) == pytest.approx(1.0, rel=0.05)
     assert wait_s(0.05, 10.0, 0.0) == pytest.approx(5.0, rel=0.03)
     # One a second of 2 s each: the queue grows by a second a second, in the mean over the time it is half of that.
-    assert wait_s(1.0, 2.0, 0.0) == pytest.approx(HORIZON / 2, rel=0.07)
+    assert wait_s(1.0, 2.0, 0.0) == pytest.approx(HORIZON / 2, rel=0.1)  # smooth: a little above
     monkeypatch.setattr("microserving.policies.split.HORIZON", 100_000)
     assert wait_s(0.9, 1.0, 0.5) == pytest.approx(0.9 * 1.5 / (2 * 0.1), rel=0.01)
 
@@ -55,14 +55,20 @@ def test_others_on_the_decode_engine() -> None:
 
 
 def test_prompt_tokens_stretch_a_step_as_the_engine_tells() -> None:
-    """400/s without the time of outputs, 200/s with it: a step is half outputs, half prompt."""
-    assert stretch_of(400, 200) == pytest.approx(2.0)
-    assert stretch_of(400, 0) == stretch_of(0, 200) == STRETCH
-    assert 1.0 < stretch_of(400, 1) < 1.5  # told between two looks at other steps: within reason
-    assert stretch_of(400, 4000) == pytest.approx(10.0)
+    """Twice: a step is half outputs, half prompt, so a part of 1 s takes 2 s beside outputs."""
     came = Demand(1.0, 1000, output_tokens=10)
     expected = wait_s(1.0, 2.0, 0.0) + 2.0 + wait_s(0.5, 2.0, 0.0) + 2.0 + 2.0
     assert mean_s(Pair(250, 500, 2.0, 0.1, 0.0, came, came), 0.5) == pytest.approx(expected)
+
+
+@pytest.mark.parametrize(("told", "counts_as"), [(0.0, STRETCH), (0.5, 1.2), (1.5, 1.5), (1e12, 10.0)])
+def test_a_told_stretch_counts_within_bounds(told: float, counts_as: float) -> None:
+    came = Demand(0.9, 1000, output_tokens=100)
+    decode = EngineLoad(prefill_tokens_per_s=600, decode_base_ms=20, mixed_step_stretch=told)
+    shares = [step / SHARES for step in range(SHARES + 1)]
+    times = [mean_s(Pair(1000, 600, counts_as, 0.02, 0.0, came, came), share) for share in shares]
+    best = next(share for share, time in zip(shares, times, strict=True) if time <= 1.02 * min(times))
+    assert balanced_end(1000, 0, engine(1000), decode, came, came) == min(999, 1000 - round(best * 1000))
 
 
 def test_each_engine_has_a_queue_of_its_own() -> None:
@@ -141,7 +147,7 @@ def test_more_is_moved_the_more_requests_come() -> None:
     assert ends[0] == 999
     assert ends == sorted(ends, reverse=True)
     assert ends[2] < 900
-    assert ends[-1] == pytest.approx(667, abs=60)
+    assert ends[-1] == pytest.approx(667, abs=60)  # less than all, as about as good (NO_MATTER)
 
 
 def test_outputs_and_other_prompts_keep_it_on_the_prefill_engine() -> None:
