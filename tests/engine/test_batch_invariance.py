@@ -58,7 +58,7 @@ def pages_for(order: Sequence[int], lengths: Sequence[int]) -> list[list[int]]:
     return [[next(left) for _ in range(-(-length // PAGE))] for length in lengths]
 
 
-@settings(max_examples=12, deadline=None)
+@settings(max_examples=12)
 @given(data=st.data(), mates=st.integers(2, 16))
 def test_random_mates(runner: TVMModelRunner, data: st.DataObject, mates: int) -> None:
     """A step of 2 to 16 sequences: whole prompts, ends of prompts and decodes in any order, on any pages."""
@@ -80,7 +80,7 @@ def test_random_mates(runner: TVMModelRunner, data: st.DataObject, mates: int) -
         assert np.array_equal(logits, expected(runner, row, length)), (row, length)
 
 
-@settings(max_examples=12, deadline=None)
+@settings(max_examples=12)
 @given(cuts=st.sets(st.integers(1, LONGEST - 1), max_size=8), order=st.permutations(range(FREE)))
 def test_any_chunking_on_any_pages(runner: TVMModelRunner, cuts: set[int], order: list[int]) -> None:
     for begin, end in itertools.pairwise([0, *sorted(cuts), LONGEST]):
@@ -88,7 +88,7 @@ def test_any_chunking_on_any_pages(runner: TVMModelRunner, cuts: set[int], order
         assert np.array_equal(out.logits[0], expected(runner, 0, end))
 
 
-@settings(max_examples=12, deadline=None)
+@settings(max_examples=12)
 @given(shared=st.integers(1, LONGEST - 1), more=st.integers(1, 60), order=st.permutations(range(FREE)))
 def test_a_prefix_forked_at_any_position(
     runner: TVMModelRunner, shared: int, more: int, order: list[int]

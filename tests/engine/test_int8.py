@@ -133,7 +133,7 @@ def test_a_product_is_the_exact_one_within_half_a_step(case: tuple[WeightKind, i
     assert (np.abs(alone(case) - x.astype(np.float64) @ weight.T) <= bound * 1.01).all()
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(case=st.sampled_from(CASES), first=st.integers(0, MAX_ROWS), count=st.integers(0, MAX_ROWS))
 def test_a_row_does_not_depend_on_its_batch(
     case: tuple[WeightKind, int, int], first: int, count: int
@@ -214,7 +214,7 @@ def test_codes_and_scales(kind: TileKind) -> None:
         assert np.array_equal(one[1].numpy()[0], found[row])
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 @given(
     x=st.lists(st.floats(width=32, allow_nan=False, allow_infinity=False), min_size=64, max_size=64),
     kind=st.sampled_from(["q4", "q8"]),

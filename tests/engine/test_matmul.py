@@ -69,7 +69,7 @@ def test_one_row_against_float64(case: tuple[WeightKind, int, int]) -> None:
     assert (np.abs(alone(case) - x @ weight.T) <= bound + 1e-30).all()
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(case=st.sampled_from(CASES), first=st.integers(0, MAX_ROWS), count=st.integers(0, MAX_ROWS))
 def test_a_row_does_not_depend_on_its_batch(
     case: tuple[WeightKind, int, int], first: int, count: int

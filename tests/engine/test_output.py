@@ -237,7 +237,7 @@ def oracle(text: str, stops: list[str]) -> tuple[str, bool]:
 letters = st.text(alphabet="ab<", max_size=12)
 
 
-@settings(max_examples=500, deadline=None)
+@settings(max_examples=500)
 @given(st.lists(st.text(alphabet="ab<", max_size=4), max_size=10), st.lists(letters, max_size=3))
 def test_the_matcher_equals_the_character_wise_oracle(pieces: list[str], stops: list[str]) -> None:
     matcher, shown, stopped = StopMatcher(tuple(stops)), "", False
@@ -253,7 +253,7 @@ def test_the_matcher_equals_the_character_wise_oracle(pieces: list[str], stops: 
     assert (shown, stopped) == (expected, ends)
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(
     st.lists(st.text(alphabet="ab<", min_size=1, max_size=3), min_size=1, max_size=8),
     st.lists(letters, min_size=1, max_size=3),

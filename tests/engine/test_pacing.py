@@ -194,7 +194,7 @@ def test_the_cost_is_a_line_over_the_position() -> None:
     assert cost.at(0) >= 0.5e-3
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(
     st.lists(
         st.tuples(st.integers(0, 40), st.integers(0, 5000), st.integers(0, MOST), st.floats(0.0, 10.0)),

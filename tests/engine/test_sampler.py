@@ -107,7 +107,7 @@ def reference(logits: npt.NDArray[np.float32], params: SamplingParams, u: float)
     return max(kept)
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(
     st.integers(0, 2**32),
     st.integers(1, 200),

@@ -41,13 +41,13 @@ def walk(grammar: Grammar, text: bytes) -> bool:
     return matcher.allowed().may_end
 
 
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 @given(st.sampled_from(["a+b?", "(ab|ba){2}", "[a-b]{1,3}", "a(b|a)*a"]), st.text("ab", max_size=5))
 def test_a_regex_lets_through_what_it_matches(pattern: str, text: str) -> None:
     assert walk(Grammar("regex", pattern), text.encode()) == (re.fullmatch(pattern, text) is not None)
 
 
-@settings(deadline=None, max_examples=40)
+@settings(max_examples=40)
 @given(
     st.dictionaries(
         st.text('ab"\\é\n', max_size=3),

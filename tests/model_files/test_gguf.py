@@ -270,7 +270,7 @@ def test_a_path_that_cannot_be_read(tmp_path: Path) -> None:
 
 
 @given(data=st.data())
-@settings(deadline=None, max_examples=150)
+@settings(max_examples=150)
 def test_a_flipped_byte_never_does_more_than_raise(
     data: st.DataObject, tmp_path_factory: pytest.TempPathFactory
 ) -> None:

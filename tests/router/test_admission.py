@@ -246,7 +246,7 @@ def test_a_router_that_stops_keeps_no_slot() -> None:
     scenario(run)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(st.lists(st.one_of(st.sampled_from("abcd"), st.just(None), st.integers(0, 20)), max_size=60))
 def test_a_fair_queue_loses_and_doubles_nobody(steps: list[str | int | None]) -> None:
     """A letter pushes for that client, None pops, a number removes that waiter."""

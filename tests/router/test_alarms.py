@@ -13,7 +13,7 @@ from microserving.testing.virtual_time import run_virtual
 
 
 @given(st.lists(st.tuples(st.integers(1, 50), st.booleans()), max_size=20))
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 def test_each_goes_off_at_its_time_unless_it_was_taken_back(wanted: list[tuple[int, bool]]) -> None:
     async def scenario() -> None:
         alarms, rung = Alarms(), dict[int, float]()

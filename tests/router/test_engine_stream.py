@@ -216,7 +216,7 @@ def test_a_stream_that_is_closed_before_the_engine_answers_leaves_no_connection(
     run(scenario)
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(st.data())
 def test_no_token_is_lost_or_doubled_however_it_comes_and_is_taken(data: st.DataObject) -> None:
     count = data.draw(st.integers(1, 12), "tokens")

@@ -208,4 +208,4 @@ class Membership(RuleBasedStateMachine):
 
 
 TestMembership = Membership.TestCase
-TestMembership.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
+TestMembership.settings = settings(max_examples=60, stateful_step_count=40)

@@ -140,4 +140,4 @@ class Versions(RuleBasedStateMachine):
 
 
 TestVersions = Versions.TestCase
-TestVersions.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
+TestVersions.settings = settings(max_examples=60, stateful_step_count=40)

@@ -468,4 +468,4 @@ class SchedulerMachine(RuleBasedStateMachine):
 
 
 TestScheduler = SchedulerMachine.TestCase
-TestScheduler.settings = settings(max_examples=200, stateful_step_count=60, deadline=None)
+TestScheduler.settings = settings(max_examples=200, stateful_step_count=60)

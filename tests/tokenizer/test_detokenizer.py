@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import Tokenizer as Library
 from tokenizers import decoders
@@ -72,7 +72,6 @@ def test_no_replacement_character_for_valid_text(bytewise: IncrementalDetokenize
     assert "".join(pieces) == text.replace("\ufffd", "")
 
 
-@settings(deadline=None)
 @given(
     ids=st.lists(
         st.one_of(st.integers(0, 49151), st.integers(0, 20), st.integers(17, 280), st.integers(0, 2**33))

@@ -225,7 +225,7 @@ def test_page_size_and_placement_do_not_change_the_bits(dtype: KVDtype) -> None:
     assert np.array_equal(outs[0], Rig(shapes[0], seed=11, threads=2).whole(data))
 
 
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=15)
 @given(
     lengths=st.lists(st.integers(1, 200), min_size=1, max_size=5),
     tails=st.lists(st.integers(1, 70), min_size=5, max_size=5),
@@ -245,7 +245,7 @@ def test_ragged_batches(lengths: list[int], tails: list[int], threads: int) -> N
         assert np.abs(out - reference(data, "float16")[-tail:]).max() < 2e-5
 
 
-@settings(max_examples=6, deadline=None)
+@settings(max_examples=6)
 @given(
     group=st.integers(1, 5),
     kv_heads=st.integers(1, 3),
