@@ -41,7 +41,8 @@ class Arrival(NamedTuple):
 
 
 class Arrivals:
-    """The last prompts that came for one engine."""
+    """The last prompts that came for one engine. Their lengths are told without the longest one: that one such prompt came
+    does not say that others will."""
 
     def __init__(self) -> None:
         self._last: deque[Arrival] = deque()
@@ -60,23 +61,32 @@ class Arrivals:
     @property
     def tokens(self) -> float:
         """Of a prompt in the mean; 0.0 without any."""
-        return self._tokens / len(self._last) if self._last else 0.0
+        return self._lengths()[0]
 
     def demand(self, now: float, prefill_rate: float, waiting: float = 0.0) -> Demand:
         """prefill_rate: tokens/s at which such prompts are computed; 0.0 = unknown. waiting: how many of them are still to
         be computed. Forgets what came too long ago."""
         last = self._last
         if prefill_rate:
-            while len(last) > 1 and now - last[0].at > KEPT * max(1.0, self.tokens) / prefill_rate:
+            kept_s = KEPT * max(1.0, self.tokens) / prefill_rate
+            while len(last) > 1 and now - last[0].at > kept_s:
                 self._forget_oldest()
         count = len(last)
         if not count:
             return Demand()
-        tokens = self.tokens
-        variation = max(0.0, self._squares / count / (tokens * tokens) - 1.0) if tokens else 0.0
+        tokens, variation = self._lengths()
         came = count - 1 + WAITING * waiting
         rate = came / max(LEAST_S, now - last[0].at) if count >= FEW else 0.0
         return Demand(rate, tokens, variation, self._outputs / count)
+
+    def _lengths(self) -> tuple[float, float]:
+        """``Demand.tokens`` and ``Demand.variation``."""
+        count = len(self._last) - 1
+        if count < 1:
+            return float(self._tokens), 0.0
+        longest = max(arrival.tokens for arrival in self._last)
+        tokens, squares = (self._tokens - longest) / count, (self._squares - longest * longest) / count
+        return tokens, max(0.0, squares / (tokens * tokens) - 1.0) if tokens else 0.0
 
     def _forget_oldest(self) -> None:
         oldest = self._last.popleft()

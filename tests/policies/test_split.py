@@ -196,12 +196,23 @@ def test_what_came_of_late() -> None:
     for at in (0.0, 1.0, 4.0):
         arrivals.add(at, 100 if at else 400, 10)
     few = arrivals.demand(4.0, 100.0)
-    assert (few.rate, few.tokens, few.output_tokens) == (0.0, 200.0, 10.0)
-    assert few.variation == pytest.approx((200**2 + 2 * 100**2) / 3 / 200**2)
+    assert (few.rate, few.tokens, few.variation, few.output_tokens) == (0.0, 100.0, 0.0, 10.0)
     arrivals.add(6.0, 200, 100_000)  # a bound, not an output
     four = arrivals.demand(6.0, 100.0)
-    assert (four.rate, four.tokens, four.output_tokens) == (0.5, 200.0, (30 + MAX_OUTPUT_TOKENS) / 4)
+    assert (four.rate, four.output_tokens) == (0.5, (30 + MAX_OUTPUT_TOKENS) / 4)
+    assert four.tokens == pytest.approx(400 / 3), "without the longest"
+    assert four.variation == pytest.approx((2 * (100 / 3) ** 2 + (200 / 3) ** 2) / 3 / (400 / 3) ** 2)
     assert arrivals.demand(6.0, 100.0, waiting=2.0).rate == (3 + 2 * WAITING) / 6
+
+
+def test_one_long_prompt_is_no_sign_of_many() -> None:
+    """After a few short ones it goes to the prefill engine as a whole, while nobody waits."""
+    arrivals = Arrivals()
+    for at in (0.0, 3.0, 6.0, 9.0):
+        arrivals.add(at, 60, 10)
+    arrivals.add(20.0, 8191, 10)
+    came = arrivals.demand(20.0, 270.0)
+    assert balanced_end(8191, 0, engine(270), engine(270, 20), came, came) == 8190
 
 
 def test_what_came_long_ago_says_nothing_of_a_burst() -> None:
