@@ -153,6 +153,8 @@ class _Reading:
         """The stream is over: it must have been whole, and its tokens be counted."""
         if not self.is_whole and self._record.finish is None:
             raise FailedRequestError("the stream was cut off")
+        if not self._record.pieces and not self._record.output_tokens and self._record.finish is None:
+            raise FailedRequestError("an answer without a token")
         if not self._record.usage:
             self._record.output_tokens = self._record.piece_tokens
 
@@ -201,8 +203,8 @@ class _Reading:
 
 def _output(choice: Mapping[str, Any]) -> tuple[str, bool]:
     """The text of a choice's chunk, and whether it has a piece of a tool call. A role alone is no output."""
-    if isinstance(text := choice.get("text"), str):
-        return text, False
+    if (text := choice.get("text")) is not None:
+        return "".join((text,)), False  # TypeError for what is no text
     delta = choice.get("delta") or {}
     return "".join(delta.get(key) or "" for key in _TEXTS), bool(delta.get("tool_calls"))
 

@@ -13,7 +13,7 @@ from microserving.bench.targets import Program
 from microserving.cluster.config import ClusterConfig, Setting
 from microserving.cluster.launcher import Launcher, LaunchOptions
 from microserving.observability.console import Console
-from microserving.router.program_loader import read_program
+from microserving.router.program_loader import load_source, read_program
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,6 +46,8 @@ async def started(
 
 
 def program_of(name: str, settings: Mapping[str, Setting]) -> Program:
-    """A shipped program's name or a file, to be deployed. Raises ProgramError."""
+    """A shipped program's name or a file, to be deployed. Raises ProgramError, also for what a router would refuse of the
+    settings: before clusters start."""
     source = read_program(name)
+    load_source(source, settings)
     return Program(source.path.stem, settings, source.deployment(settings))

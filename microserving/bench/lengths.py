@@ -34,6 +34,8 @@ class Lengths:
             arguments = ()
         good = name in kinds and len(arguments) == _ARGUMENTS[kinds[name]]
         good = good and all(0 <= number <= _MAX_TOKENS for number in arguments) and arguments[0] >= 1
+        if good and name == "uniform" and arguments[0] > arguments[1]:
+            raise ValueError(f"{text!r} is no length in tokens: the first number is the smaller one")
         if not good or (name == "lognormal" and arguments[1] > _MAX_SIGMA):
             raise ValueError(f"{text!r} is no length in tokens; write {FORMS}")
         return cls(kinds[name], arguments, text)
@@ -44,7 +46,7 @@ class Lengths:
             case "fixed":
                 value = first
             case "uniform":
-                value = draw.uniform(min(first, rest[0]), max(first, rest[0]))
+                value = draw.uniform(first, rest[0])
             case "normal":
                 value = draw.gauss(first, rest[0])
             case "lognormal":

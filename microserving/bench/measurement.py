@@ -91,8 +91,8 @@ class Measured:
 
     @classmethod
     def from_dict(cls, data: dict[str, Any]) -> Measured:
-        """The inverse of ``as_dict``."""
-        return cls(**data)
+        """The inverse of ``as_dict``; of what it does not know it takes nothing."""
+        return cls(**{name: value for name, value in data.items() if name in cls.__dataclass_fields__})
 
 
 def _rounded(value: Any) -> Any:

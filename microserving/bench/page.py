@@ -32,6 +32,9 @@ def page(report: Report, title: str = "microserving bench") -> str:
         *(f'<p class="note">{escape(note)}</p>' for run in runs for note in notes_on(run)),
         "<h2>All runs</h2>",
         _overview(runs, report.get("slo") is not None),
+        "<p>KV sent: in all, with warm-up. Transfer: the mean time that writing the KV of a hand-off took; exposed: how much "
+        "the hand-off (with its hand-shakes) delayed the answer; hidden: how much of the writing went on while the prompt "
+        "was computed.</p>",
         "<h2>Gaps between tokens</h2>",
         *_histograms(runs),
         "<h2>Each run</h2>",
@@ -79,7 +82,7 @@ def _overview(runs: Sequence[RunData], objectives: bool) -> str:
     ]
     head += ["requests/s", "tokens/s", "goodput/s", "KV sent", "transfer", "exposed", "hidden"]
     rows = []
-    for run in sorted(runs, key=lambda run: (run["rate"] or 0.0, run["label"])):
+    for run in sorted(runs, key=lambda run: (run["rate"] or 0.0, run["began_at"])):
         summary = run["summary"]
         pairs = [
             shown_s(latency(run, name, figure))

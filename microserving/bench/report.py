@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import json
+import math
 import shlex
 import sys
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import Any, Final, TypedDict
+
+import msgspec
 
 from microserving.bench.experiment import Experiment, ExperimentSettings
 from microserving.bench.machine import machine, versions
@@ -18,12 +21,79 @@ from microserving.bench.statistics import Slo
 from microserving.bench.targets import Target
 from microserving.errors import ConfigError, StartupError
 
-FORMAT = 1
+FORMAT: Final = 1
 _KEY_FLAG = "--api-key"
 Report = dict[str, Any]
 """As ``make_report`` makes it."""
 RunData = Mapping[str, Any]
 """One of its `runs` (``Run.as_dict``)."""
+
+
+class _SpreadData(TypedDict):
+    count: int
+    mean: float
+    p50: float
+    p90: float
+    p99: float
+    max: float
+
+
+class _SummaryData(TypedDict):
+    requests: int
+    completed: int
+    failed: int
+    interrupted: int
+    errors: dict[str, int]
+    latencies: dict[str, _SpreadData]
+    requests_per_s: float
+    output_tokens_per_s: float
+    good_share: float | None
+    goodput_per_s: float | None
+    no_usage: int
+    disagreeing: int
+    phases: dict[str, dict[str, _SpreadData]]
+
+
+class _TransfersData(TypedDict):
+    hand_offs: int
+    bytes_sent: int
+    transfer_ms: float
+    exposed_ms: float
+    hidden_ms: float
+
+
+class _RunSchema(TypedDict):
+    label: str
+    load: str
+    rate: float | None
+    arrivals: dict[str, Any]
+    began_at: float
+    client_cpu_s: float
+    summary: _SummaryData
+    transfers: _TransfersData | None
+    requests: list[Measured]
+
+
+class _WorkloadData(TypedDict):
+    name: str
+
+
+class _MachineData(TypedDict):
+    processor: str
+    cores: list[Any]
+
+
+class _ReportSchema(TypedDict):
+    """What tables, charts and comparisons read; there is more in a file."""
+
+    made_at: float
+    stopped: bool
+    seed: int
+    workload: _WorkloadData
+    sessions: int
+    warmup: int
+    machine: _MachineData
+    runs: list[_RunSchema]
 
 
 def make_report(
@@ -89,18 +159,25 @@ def write_report(path: Path, report: Report) -> None:
 def read_report(path: Path) -> Report:
     """Raises ConfigError."""
     try:
-        report = json.loads(path.read_text("utf-8"))
+        report = json.loads(path.read_text("utf-8"), parse_constant=_finite, parse_float=_finite)
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"cannot read {path}: {error}") from error
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ConfigError(f"{path}: not JSON: {error}") from error
-    if (
-        not isinstance(report, dict)
-        or report.get("format") != FORMAT
-        or not isinstance(report.get("runs"), list)
-    ):
+    if not isinstance(report, dict) or report.get("format") != FORMAT:
         raise ConfigError(f"{path}: no report of this version of microserving bench")
+    try:
+        msgspec.convert(report, _ReportSchema)
+    except msgspec.ValidationError as error:
+        raise ConfigError(f"{path}: a damaged report: {error}") from error
     return report
+
+
+def _finite(text: str) -> float:
+    """Raises ValueError; also for what JSON has no word for."""
+    if not math.isfinite(value := float(text)):
+        raise ValueError(f"{text} is no number")
+    return value
 
 
 def labels_of(runs: Sequence[RunData]) -> list[str]:

@@ -75,7 +75,8 @@ class Slo:
 class Summary:
     """One run. latencies: seconds, of those requests that ended well, by name. errors: how many failed with what.
 
-    wall_s: from the first scheduled time to the last end; rates are per second of it. good: met the objectives.
+    wall_s: from the first scheduled time to the last end; rates are per second of it. good: met the objectives; None
+    when there are none.
     no_usage, disagreeing: of the completed, those whose server told no token counts, or wrong ones. missed: of the
     interrupted, those that had missed an objective already.
     """
@@ -90,8 +91,8 @@ class Summary:
     requests_per_s: float
     prompt_tokens_per_s: float
     output_tokens_per_s: float
-    good: int
-    goodput_per_s: float
+    good: int | None
+    goodput_per_s: float | None
     prompt_tokens: int
     cached_tokens: int
     output_tokens: int
@@ -101,8 +102,10 @@ class Summary:
     missed: int = 0
 
     @property
-    def good_share(self) -> float:
+    def good_share(self) -> float | None:
         """Of all requests but those that were interrupted while nobody could know."""
+        if self.good is None:
+            return None
         wanted = self.requests - self.interrupted + self.missed
         return self.good / wanted if wanted else 0.0
 
@@ -143,7 +146,7 @@ def summarize(records: Iterable[Measured], slo: Slo | None = None, over_s: float
     cut = [record for record in counted if record.error == INTERRUPTED] if over_s is not None else []
     tokens = [sum(getattr(record, name) for record in done) for name in ("prompt_tokens", "output_tokens")]
     names = sorted({record.phase for record in done if record.phase})
-    good = sum(objectives.met_by(record) for record in counted)
+    good = None if slo is None else sum(slo.met_by(record) for record in counted)
     return Summary(
         requests=len(counted),
         completed=len(done),
@@ -156,7 +159,7 @@ def summarize(records: Iterable[Measured], slo: Slo | None = None, over_s: float
         prompt_tokens_per_s=tokens[0] * per_s,
         output_tokens_per_s=tokens[1] * per_s,
         good=good,
-        goodput_per_s=good * per_s,
+        goodput_per_s=None if good is None else good * per_s,
         prompt_tokens=tokens[0],
         cached_tokens=sum(record.cached_tokens for record in done),
         output_tokens=tokens[1],

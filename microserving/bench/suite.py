@@ -90,7 +90,8 @@ def check_labels(labels: Sequence[str]) -> None:
     twice = {label for label in labels if labels.count(label) > 1}
     if twice:
         raise ConfigError(
-            f"two candidates are called {min(twice)!r}; a cluster file's name is [cluster] name, an address's LABEL=URL"
+            f"two candidates are called {min(twice)!r}; a cluster file's name is [cluster] name, an address's LABEL=URL, a "
+            "program's what --program says"
         )
 
 
@@ -104,7 +105,7 @@ async def run_suite(targets: Sequence[Target], plan: Plan, console: Console) -> 
     estimate = estimate_s(plan.loads, len(targets), plan.settings)
     runs = len(plan.loads) * len(targets)
     takes = "" if estimate is None else f", about {_shown_duration(estimate)} at least"
-    console.line(f"{runs} runs{takes}; Ctrl-C ends them and shows what was measured")
+    console.line(f"{runs} run{'s' * (runs > 1)}{takes}; Ctrl-C ends and shows what was measured")
 
     def make(target: Target, salt: str) -> Workload:
         return plan.build(_for_target(style, target, salt))

@@ -61,6 +61,12 @@ def _entry(data: Any, unit: int) -> TraceEntry:
         isinstance(messages, list) and all(isinstance(m, dict) for m in messages)
     ):
         raise ValueError("messages must be a list of objects")
+    if messages == []:
+        raise ValueError("messages must not be empty")
+    try:
+        json.dumps([prompt, messages], ensure_ascii=False).encode()
+    except UnicodeEncodeError:
+        raise ValueError("half of a surrogate pair is no text") from None
     own_words = prompt is not None or messages is not None
     tokens = 0 if own_words else _tokens(data, _PROMPT_TOKENS)
     return TraceEntry(timestamp / unit, _tokens(data, _OUTPUT_TOKENS), tokens, prompt, messages)

@@ -39,6 +39,7 @@ Send requests, write down when each token came, and compare.
       --program prefill_decode --program balanced_prefill_decode:pd_balance_factor=0.1
   microserving bench ... --json a.json --html a.html                        keep everything; a page with charts
   microserving bench compare a.json b.json                                  what changed, and whether by chance
+  microserving bench compare a.json                                         its patterns against the first one
   microserving bench page a.json a.html                                     the page of a file
 
 TTFT is the time to the first token, TPOT the mean time of a token after it, ITL each gap, JCT the time of the whole
@@ -48,9 +49,19 @@ request. With --rate they count from the time at which a request was due, whethe
     add_load_flags(parser.add_argument_group("how much"))
     add_output_flags(parser.add_argument_group("what comes out"))
     actions = parser.add_subparsers(title="actions", metavar="ACTION", parser_class=argparse.ArgumentParser)
-    compare = actions.add_parser("compare", help="two JSON files side by side", allow_abbrev=False)
+    compare = actions.add_parser(
+        "compare", help="two JSON files side by side, or the patterns of one", allow_abbrev=False
+    )
+    compare.description = """\
+By how much each latency differs, and whether that could be chance. Of two files: the runs of the same pattern and load (of
+the same load, where each file has one pattern). Of one file: every other pattern against the baseline, load by load."""
     compare.add_argument("a", type=Path, metavar="A.json")
-    compare.add_argument("b", type=Path, metavar="B.json")
+    compare.add_argument("b", type=Path, metavar="B.json", nargs="?")
+    compare.add_argument(
+        "--baseline",
+        metavar="PATTERN",
+        help="of one file: what the others are compared with (default: the first)",
+    )
     compare.set_defaults(action=run_compare)
     page = actions.add_parser("page", help="make the HTML page of a JSON file", allow_abbrev=False)
     page.add_argument("report", type=Path, metavar="A.json")
@@ -77,10 +88,13 @@ def run_bench(options: argparse.Namespace) -> int:
 
 
 def run_compare(options: argparse.Namespace) -> int:
-    from microserving.bench.compare import compare
+    from microserving.bench.compare import compare, compare_patterns
     from microserving.bench.report import read_report
 
-    _write(compare(read_report(options.a), read_report(options.b)))
+    if options.b is not None and options.baseline is not None:
+        options.parser.error("--baseline is for one report")
+    a = read_report(options.a)
+    _write(compare_patterns(a, options.baseline) if options.b is None else compare(a, read_report(options.b)))
     return 0
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TypeVar
@@ -185,20 +186,25 @@ def _list_of(one: Callable[[str], ValueT]) -> Callable[[str], list[ValueT]]:
 
 
 def _positive(text: str) -> float:
-    value = _not_negative(text)
-    if value == 0:
-        raise argparse.ArgumentTypeError("0 is not above 0")
+    value = _finite(text)
+    if value is None or value <= 0:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number above 0")
     return value
 
 
 def _not_negative(text: str) -> float:
+    value = _finite(text)
+    if value is None or value < 0:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number, 0 or more")
+    return value
+
+
+def _finite(text: str) -> float | None:
     try:
         value = float(text)
     except ValueError:
-        value = -1.0
-    if not 0 <= value < float("inf"):
-        raise argparse.ArgumentTypeError(f"{text!r} is not a number, 0 or more")
-    return value
+        return None
+    return value if math.isfinite(value) else None
 
 
 def _share(text: str) -> float:
@@ -223,7 +229,8 @@ def _count(text: str) -> int:
 def _json_object(text: str) -> dict[str, Any]:
     try:
         value = json.loads(text)
-    except ValueError:
+        json.dumps(value, ensure_ascii=False, allow_nan=False).encode()
+    except (ValueError, RecursionError):
         value = None
     if not isinstance(value, dict):
         raise argparse.ArgumentTypeError(f"{text!r} is no JSON object")

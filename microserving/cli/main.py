@@ -7,11 +7,12 @@ from __future__ import annotations
 
 import argparse
 import importlib
+import itertools
 import os
 import signal
 import sys
 import traceback
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import NoReturn
 
 import microserving
@@ -52,10 +53,24 @@ class _SubcommandParser(argparse.ArgumentParser):
             module = importlib.import_module(f"microserving.cli.{command}")
             module.add_arguments(self)
             self.set_defaults(run=module.run, parser=self)
+        self._refuse_unknown_flags(sys.argv[1:] if args is None else args)
         options, unknown = super().parse_known_args(args, namespace)
         if unknown:  # refused here, not by the top-level parser, whose usage would be of no help
             self.error(f"unrecognized arguments: {' '.join(unknown)}")
         return options, unknown
+
+    def _refuse_unknown_flags(self, words: Sequence[str]) -> None:
+        """Else what follows such a flag is taken for the name of an action, and the message does not name the flag."""
+        known = {flag for action in self._actions for flag in action.option_strings}
+        ends = {"--", *self._actions_of_its_own()}
+        own = itertools.takewhile(lambda word: word not in ends, words)
+        unknown = [word for word in own if word.startswith("--") and word.partition("=")[0] not in known]
+        if unknown:
+            self.error(f"unrecognized arguments: {' '.join(unknown)}")
+
+    def _actions_of_its_own(self) -> Iterable[str]:
+        """As `compare` of `microserving bench`; their flags are theirs."""
+        return next((a.choices for a in self._actions if a.choices and not a.option_strings), ())
 
     def error(self, message: str) -> NoReturn:
         """One line of usage: the whole of it has dozens of flags."""

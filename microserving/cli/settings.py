@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 
 Setting = str | int | float | bool
 
@@ -28,6 +29,8 @@ def parse_setting(text: str) -> tuple[str, Setting]:
         raise argparse.ArgumentTypeError(f"{text!r} is not KEY=VALUE")
     try:
         value = json.loads(raw)
-    except ValueError:
+    except (ValueError, RecursionError):
         return key, raw
+    if isinstance(value, float) and not math.isfinite(value):
+        return key, raw  # no JSON could carry it; whoever wants a number tells why not
     return key, value if isinstance(value, (str, int, float, bool)) else raw

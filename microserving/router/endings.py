@@ -55,4 +55,5 @@ async def abort_within(engine: EngineClient, request: Request, timeout_s: float)
     except (MicroservingError, TimeoutError) as error:
         # Of an engine that is gone the registry has told already.
         level = logging.INFO if isinstance(error, EngineUnavailable) else logging.WARNING
-        _logger.log(level, "could not abort request %s on %s: %s", request.request_id, engine.id, error)
+        why = error if str(error) else f"no answer within {timeout_s:g} s"  # a TimeoutError has no words
+        _logger.log(level, "could not abort request %s on %s: %s", request.request_id, engine.id, why)

@@ -117,6 +117,9 @@ def test_reasoning_and_tool_calls_are_output(field: str) -> None:
         ([{"choices": [], "usage": {"prompt_tokens": "many"}}], "a chunk is not as OpenAI has them"),
         ([piece("a"), {"error": {"code": "engine_unavailable", "message": "m"}}], "engine_unavailable"),
         ([{"error": "m"}], "error"),
+        ([{"choices": None}, "[DONE]"], "an answer without a token"),
+        ([delta(role="assistant"), "[DONE]"], "an answer without a token"),
+        ([piece("a") | {"choices": [{"text": 5}]}, "[DONE]"], "a chunk is not as OpenAI has them"),
     ],
 )
 def test_what_is_no_whole_answer_has_failed(events: Sequence[Any], error: str) -> None:

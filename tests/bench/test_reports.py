@@ -12,6 +12,7 @@ import sys
 import time
 import xml.etree.ElementTree as ET
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,7 @@ import pytest
 
 from microserving.bench import svg
 from microserving.bench.charts import histogram, panel, timeline
-from microserving.bench.compare import compare, ratio_interval
+from microserving.bench.compare import compare, compare_patterns, ratio_interval
 from microserving.bench.measurement import INTERRUPTED, Measured
 from microserving.bench.page import page
 from microserving.bench.report import read_report, write_report
@@ -218,7 +219,43 @@ def test_compare_tells_what_changed() -> None:
     assert "only in A: 1P1D <&>, 0.5/s" in text
     assert "only in B: new, 0.5/s" in text
     assert "seed differs: A has 0, B has 1" in text
-    assert compare(report(), report()) == "the two have no run in common\n"
+    with pytest.raises(ConfigError, match="A has x, 1/s; B has y, 1/s; z, 1/s"):
+        compare(report(run("x", 1.0, 1.0)), report(run("y", 1.0, 1.0), run("z", 1.0, 1.0)))
+
+
+def test_two_files_of_one_pattern_each_are_compared_whatever_they_are_called() -> None:
+    text = compare(report(run("x", 1.0, 1.0), run("x", 2.0, 1.0)), report(run("y", 1.0, 1.5)))
+    assert re.search(r"x -> y +1/s +JCT mean +1.00 s +1.50 s +1.500 ", text)
+    assert "only in A: x -> y, 2/s" in text
+
+
+def test_the_patterns_of_one_file_are_compared_with_one_of_them() -> None:
+    text = compare_patterns(BOTH)
+    assert text.startswith("A is data parallel, B the pattern named\n")
+    for load in ("0.5/s", "1/s"):
+        assert re.search(rf"1P1D <&> +{load} +JCT mean .* 2.000  2.000 to 2.000\n", text)
+    assert not re.search("^data parallel", text, re.MULTILINE)
+    assert re.search(r"data parallel +1/s +JCT mean .* 0.500 ", compare_patterns(BOTH, "1P1D <&>"))
+    with pytest.raises(ConfigError, match="no pattern 'x', but 'data parallel', '1P1D <&>'"):
+        compare_patterns(BOTH, "x")
+    with pytest.raises(ConfigError, match="nothing to compare"):
+        compare_patterns(report(run("x", 1.0, 1.0)))
+
+
+def test_the_same_requests_are_compared_one_by_one() -> None:
+    """What a request costs by itself, as a long prompt, is no chance then; with other seeds or closed loops it is."""
+    slow = [Measured(n, float(n), sent=float(n), completed=n + 0.5, ended=n + 1.0 + n % 5) for n in range(50)]
+    slower = [replace(record, ended=(record.ended or 0.0) * 1.1 - record.scheduled * 0.1) for record in slow]
+
+    def width(a: dict[str, Any], b: dict[str, Any]) -> float:
+        (found,) = re.findall(r"JCT mean .*  (\S+) to (\S+)\n", compare(a, b))
+        return float(found[1]) - float(found[0])
+
+    def of(records: list[Measured], **more: Any) -> dict[str, Any]:
+        return report(run("x", 1.0, 1.0) | {"requests": [record.as_dict() for record in records]}, **more)
+
+    assert width(of(slow), of(slower)) < 0.001
+    assert width(of(slow), of(slower, seed=1)) > 0.05
 
 
 def test_compare_says_what_makes_it_unfair() -> None:
@@ -311,10 +348,44 @@ def test_transfers_are_what_came_in_between() -> None:
 def test_a_report_is_read_as_it_was_written(tmp_path: Path) -> None:
     write_report(tmp_path / "a.json", BOTH)
     assert read_report(tmp_path / "a.json") == json.loads(json.dumps(BOTH))
-    for text in ("", "[]", '{"format": 0, "runs": []}'):
+    for text in (
+        "",
+        "[]",
+        "[" * 100_000,
+        '{"format": 0, "runs": []}',
+        '{"format": NaN}',
+        '{"format": 1e999}',
+    ):
         (tmp_path / "b.json").write_text(text)
         with pytest.raises(ConfigError, match=r"b\.json"):
             read_report(tmp_path / "b.json")
+
+
+@pytest.mark.parametrize(
+    ("where", "value", "said"),
+    [
+        (("runs",), [{}], r"missing required field `label` - at `\$.runs\[0\]`"),
+        (("runs", 0, "requests"), [5], r"Expected `object`, got `int` - at `\$.runs\[0\].requests\[0\]`"),
+        (("runs", 0, "requests"), [{}], r"missing required field `session`"),
+        (("runs", 0, "summary", "latencies", "ttft", "mean"), "x", "Expected `float`, got `str`"),
+        (("machine",), None, "Expected `object`, got `null`"),
+    ],
+)
+def test_a_damaged_report_is_refused(
+    where: tuple[str | int, ...], value: Any, said: str, tmp_path: Path
+) -> None:
+    data = json.loads(json.dumps(BOTH))
+    place = data
+    for step in where[:-1]:
+        place = place[step]
+    place[where[-1]] = value
+    (tmp_path / "a.json").write_text(json.dumps(data))
+    with pytest.raises(ConfigError, match=rf"a\.json: a damaged report: .*{said}"):
+        read_report(tmp_path / "a.json")
+
+
+def test_what_a_later_version_adds_to_a_record_is_left_out() -> None:
+    assert Measured.from_dict({"session": 1, "scheduled": 2.0, "colour": "red"}) == Measured(1, 2.0)
 
 
 # The command line
@@ -365,6 +436,8 @@ def test_bench_against_an_address(
     assert Path(again).read_text() == files[1].read_text()
     assert cli.main(["bench", "compare", str(files[0]), str(files[0])]) == 0
     assert "1.000" in capsys.readouterr().out
+    assert cli.main(["bench", "compare", str(files[0]), "--baseline", "two"]) == 0
+    assert "A is two" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("model", [[], ["--model", "mock"]])
@@ -405,7 +478,11 @@ def test_ctrl_c_keeps_what_was_measured(server: Background, tmp_path: Path) -> N
         ([], "nothing to measure: give --base-url or --config"),
         (["--base-url", "http://x/v1"], "how much? give --rate or --concurrency"),
         (["--base-url", "http://x", "--rate", "1", "--concurrency", "1"], "--rate and --concurrency exclude each other"),
-        (["--base-url", "http://x", "--rate", "0"], "0 is not above 0"),
+        (["--base-url", "http://x", "--rate", "0"], "'0' is not a number above 0"),
+        (["--base-url", "http://x", "--rate", "abc"], "'abc' is not a number above 0"),
+        (["--base-url", "http://x", "--request-rate", "2"], "unrecognized arguments: --request-rate"),
+        (["--base-url", "http://x", "--num-prompts=3"], "unrecognized arguments: --num-prompts=3"),
+        (["compare", "a.json", "b.json", "--baseline", "x"], "--baseline is for one report"),
         (["--base-url", "http://x", "--rate", "1", "--input", "x"], "'x' is no length in tokens"),
         (["--base-url", "http://x", "--rate", "1", "--slo", "x=1"], "'x=1' is no objective"),
         (["--base-url", "http://x", "--rate", "1", "--workload", "trace"], "--workload trace and --trace FILE go together"),
@@ -442,6 +519,9 @@ def test_wrong_usage(arguments: list[str], message: str, capsys: pytest.CaptureF
         (["--config", "no.toml", "--rate", "1"], "cannot read no.toml"),
         (["--config", "no.toml", "--rate", "1", "--program", "none"], "none"),
         (["--base-url", "http://x", "--workload", "trace", "--trace", "no.jsonl"], "cannot read the trace no.jsonl"),
+        (["--config", "configs/1p1d.toml", "--rate", "1", "--program", "balanced_prefill_decode:pd_balance_factor=2"],
+         "setting 'pd_balance_factor' is wrong"),
+        (["compare", "no.json"], "cannot read no.json"),
     ],
 )  # fmt: skip
 def test_what_cannot_be_measured(

@@ -96,6 +96,7 @@ def test_lengths(text: str, mean: float, deviation: float) -> None:
         "0",
         "-1",
         "uniform:1",
+        "uniform:50:10",
         "normal:1:2:3",
         "nan",
         "1e99",
@@ -249,6 +250,12 @@ def test_a_line_of_a_trace_ends_where_jsonl_says(tmp_path: Path) -> None:
         ({"timestamp": 1, "prompt": "a"}, "output_tokens must be a number of tokens, 1 or more"),
         ({"timestamp": 1, "prompt": 5, "max_tokens": 1}, "prompt must be a text"),
         ({"timestamp": 1, "messages": ["a"], "max_tokens": 1}, "messages must be a list of objects"),
+        ({"timestamp": 1, "messages": [], "max_tokens": 1}, "messages must not be empty"),
+        ({"timestamp": 1, "prompt": "\ud800", "max_tokens": 1}, "half of a surrogate pair is no text"),
+        (
+            {"timestamp": 1, "messages": [{"\udfff": 1}], "max_tokens": 1},
+            "half of a surrogate pair is no text",
+        ),
     ],
 )
 def test_a_fault_in_a_trace_names_its_line(tmp_path: Path, line: Any, reason: str) -> None:

@@ -275,9 +275,12 @@ async def is_gone(*_: Any, **__: Any) -> None:
     raise EngineUnavailable("gone")
 
 
-@pytest.mark.parametrize("abort", [never_returns, is_gone])
+@pytest.mark.parametrize(("abort", "why"), [(never_returns, "no answer within"), (is_gone, "gone")])
 def test_clean_up_is_bounded(
-    abort: Callable[..., Awaitable[None]], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    abort: Callable[..., Awaitable[None]],
+    why: str,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     """An engine that does not answer keeps neither a task nor the counters."""
     caplog.set_level(logging.INFO)
@@ -294,7 +297,7 @@ def test_clean_up_is_bounded(
         assert len(asyncio.all_tasks()) == 1
 
     asyncio.run(scenario())
-    assert any("could not abort request r on decode-0" in message for message in caplog.messages)
+    assert any(f"could not abort request r on decode-0: {why}" in message for message in caplog.messages)
 
 
 def test_a_program_that_will_not_close_is_left(caplog: pytest.LogCaptureFixture) -> None:
