@@ -17,7 +17,7 @@ import msgspec
 from microserving.bench.experiment import Experiment, ExperimentSettings
 from microserving.bench.machine import machine, versions
 from microserving.bench.measurement import Measured
-from microserving.bench.statistics import Slo
+from microserving.bench.statistics import Slo, Spread
 from microserving.bench.targets import Target
 from microserving.errors import ConfigError, StartupError
 
@@ -29,29 +29,20 @@ RunData = Mapping[str, Any]
 """One of its `runs` (``Run.as_dict``)."""
 
 
-class _SpreadData(TypedDict):
-    count: int
-    mean: float
-    p50: float
-    p90: float
-    p99: float
-    max: float
-
-
 class _SummaryData(TypedDict):
     requests: int
     completed: int
     failed: int
     interrupted: int
     errors: dict[str, int]
-    latencies: dict[str, _SpreadData]
+    latencies: dict[str, Spread]
     requests_per_s: float
     output_tokens_per_s: float
     good_share: float | None
     goodput_per_s: float | None
     no_usage: int
     disagreeing: int
-    phases: dict[str, dict[str, _SpreadData]]
+    phases: dict[str, dict[str, Spread]]
 
 
 class _TransfersData(TypedDict):
