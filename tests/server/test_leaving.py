@@ -56,7 +56,10 @@ def test_leaving_remote_send() -> None:
         with held(prefill) as begun:
             client = call_and_keep(prefill, "/microserving/remote_send", {**body, "recv_rank": 0})
             assert begun.wait(5)
+            prefill.wait_for(running=1)
             client.close()
+            # Seen before the step goes on: else what was asked for may be done first.
+            prefill.wait_for(running=0)
         prefill.wait_idle()
         # The receiver was told: what it holds can be given up at once.
         answer = decode.verb("start_generate", prompt=PROMPT, begin=-1, request_id="a")
