@@ -26,6 +26,8 @@ import statistics
 from collections import deque
 from typing import Final
 
+from microserving.engine.averages import Line
+
 FLOOR_TOKENS: Final = 4
 """The least prompt tokens of a step that may have some."""
 DECODE_STEPS: Final = 5
@@ -45,39 +47,31 @@ MEASURE_EVERY_AT_FIRST: Final = 4
 
 
 class TokenCost:
-    """Seconds of one prompt token as a line over its position: least squares with forgetting."""
+    """Seconds of one prompt token as a line over its position."""
 
     def __init__(self) -> None:
-        self._weight = 0.0
-        self._position = self._seconds = 0.0  # weighted means
-        self._variance = self._covariance = 0.0  # weighted sums of squared deviations
+        self._line = Line(PRIOR_VARIANCE)
 
     @property
     def known(self) -> bool:
-        return self._weight > 0.0
+        return self._line.known
 
     @property
     def slope(self) -> float:
         """Seconds per token and position; never negative."""
-        return max(0.0, self._covariance / (self._variance + PRIOR_VARIANCE))
+        return max(0.0, self._line.slope)
 
     def at(self, position: float) -> float:
         """Seconds of a token at ``position``; at least a quarter of the mean, however far the line goes down."""
-        return max(self._seconds + self.slope * (position - self._position), self._seconds / 4)
+        mean_s = self._line.mean_y
+        return max(mean_s + self.slope * (position - self._line.mean_x), mean_s / 4)
 
     def observe(self, position: float, seconds: float) -> None:
         """Tokens around ``position`` took ``seconds`` each, more than 0."""
         if self.known:
             expected = self.at(position)
             seconds = min(max(seconds, expected / OUTLIER), OUTLIER * expected)
-        self._variance *= KEPT
-        self._covariance *= KEPT
-        self._weight = KEPT * self._weight + 1.0
-        from_mean = position - self._position
-        self._position += from_mean / self._weight
-        self._covariance += from_mean * (seconds - self._seconds) * (1.0 - 1.0 / self._weight)
-        self._variance += from_mean * (position - self._position)
-        self._seconds += (seconds - self._seconds) / self._weight
+        self._line.observe(position, seconds, KEPT)
 
 
 class Pacer:
