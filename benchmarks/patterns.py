@@ -40,6 +40,7 @@ from microserving.bench.targets import Target
 from microserving.bench.texts import Prose
 from microserving.bench.workloads import Sampling, SharedPrefix, Style, Synthetic, Workload
 from microserving.cluster.config import ClusterConfig, parse_cluster_config
+from microserving.engine.config import EngineConfig
 from microserving.errors import MicroservingError
 from microserving.model_files import DEFAULT_MODEL, open_model
 from microserving.observability.console import Console
@@ -76,6 +77,7 @@ def cluster(name: str, cores: Mapping[str, Sequence[int]], options: argparse.Nam
         "engine": {
             "prefix_cache": "off" if options.workload == "synthetic" else "radix",
             "activations": options.activations,
+            "max_itl_ratio": options.max_itl_ratio,
         },
         "nodes": nodes,
     }
@@ -242,6 +244,13 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
         "--prompt-tokens", type=int, default=600, help="of the synthetic workload (default: 600)"
     )
     parser.add_argument("--activations", default="int8", help="of all engines: int8 (default) or float32")
+    parser.add_argument(
+        "--max-itl-ratio",
+        type=float,
+        default=EngineConfig().max_itl_ratio,
+        metavar="X",
+        help="of all engines (default: %(default)s)",
+    )
     parser.add_argument(
         "--rates", type=_rates, help="requests a second, instead of shares of what is measured"
     )
